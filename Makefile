@@ -10,7 +10,7 @@ demo: .venv/.complete
 	.venv/bin/assay demo
 
 demo-train: .venv/.complete
-	.venv/bin/assay demo-train
+	.venv/bin/assay demo --train
 
 PYTEST := .venv/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations=20
 

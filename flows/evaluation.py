@@ -1,13 +1,12 @@
-"""The flow for a single checkpoint, and the steps it shares with the flow for a run: plan, serve, evaluate, publish."""
+"""The flows for a single checkpoint, and steps that the flow for a run shares: plan, serve, evaluate, publish."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from prefect import flow
-
-from flows.hooks import leave_nothing
-from resources.settings import settings
+from flows.hooks import pipeline
+from resources.settings import settings, with_pinned_lists
 from resources.tracing import tracing
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.discovery import discover_checkpoint, layouts_for, with_pinned_model
@@ -28,23 +27,13 @@ from tasks.spec.evaluation import EvaluationConfig
 from tasks.verdicts.gate import Gate
 
 
-@flow(
-    name="evaluate-checkpoint",
-    flow_run_name="evaluate {config.place} · {config.asked}",
-    persist_result=False,
-    on_cancellation=[leave_nothing],
-    on_crashed=[leave_nothing],
-)
+@pipeline("evaluate-checkpoint", run_name="evaluate {config.place} · {config.asked}")
 def evaluate_checkpoint(config: EvaluationConfig, gate: Gate | None = None) -> list[Record]:
     """Evaluates a checkpoint: that at model_path, or the newest complete checkpoint below it if configured so.
 
     Args:
         config: The evaluation.
         gate: Gate on its scores; the flow run fails on NO-GO.
-
-    Raises:
-        AssayError: the checkpoint is missing or incomplete, or its cell has no succeeded record at the end.
-        GateRefused: the gate's verdict is NO-GO.
     """
     config = with_pinned_model(config)
     latest = config.discover_latest_checkpoint
@@ -62,11 +51,6 @@ def evaluate(
     """Runs evaluations of checkpoints, and the cells `along`, on a shared pool, except cells with a succeeded record.
 
     Logs the expected cost before the start, and refuses a cost above `ASSAY_MAX_USD`.
-
-    Raises:
-        AssayError: the request is invalid, or a wanted cell has no succeeded record at the end.
-        OverBudget: the expected cost exceeds the limit, or is unknown.
-        GateRefused: the gate's verdict is NO-GO; a gate may accept failed and withheld cells.
     """
     configs = [as_served(config) for config in configs]
     with marked(configs), end_reported():
@@ -105,3 +89,22 @@ def run_claimed(configs: Sequence[EvaluationConfig], claimed: ClaimedCells) -> N
         while batch := claimed.next():
             with provisioned(configs, stage_tokenizers(batch)) as serving:
                 schedule_cells(batch, serving, claimed=claimed)
+
+
+@pipeline("requalify", run_name="requalify {configs[0].place} · {label}")
+def ask_again(configs: Sequence[EvaluationConfig], label: str, lists: Mapping[str, Path]) -> list[Record]:
+    """Evaluates a checkpoint with other pinned lists, without report, sinks and alerts.
+
+    Args:
+        configs: The evaluations, which must share a pool.
+        label: The name of this side of the comparison.
+        lists: Pinned lists in place of Assay's own, by environment.
+    """
+    with with_pinned_lists(lists):
+        configs = [as_served(config) for config in configs]
+        checkpoint = discover_checkpoint(configs[0].model_path, latest=False, **layouts_for(configs))
+        with marked(configs), end_reported():
+            cells = plan_cells(configs, [checkpoint])
+            with ClaimedCells(cells, wait=True) as claimed:
+                run_claimed(configs, claimed)
+            return conclude(cells)

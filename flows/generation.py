@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
-
-from flows.hooks import leave_nothing
+from flows.hooks import pipeline
 from pools.jobs import Restarts
 from resources.errors import AssayError, EngineDied, ProxyFailed
 from tasks.generation.config import GenerationConfig
@@ -26,21 +24,12 @@ from tasks.prefect_server.progress import report_event
 _POOLS_IN_TEN_MINUTES = 10
 
 
-@flow(
-    name="generate-text",
-    flow_run_name="generate {config.place}",
-    persist_result=False,
-    on_cancellation=[leave_nothing],
-    on_crashed=[leave_nothing],
-)
+@pipeline("generate-text", run_name="generate {config.place}")
 def generate_text(config: GenerationConfig) -> list[dict[str, Any]]:
     """Generates answers of checkpoints to prompts, and writes each once; existing answers are not requested again.
 
     Args:
         config: The prompts, the checkpoints, and the output.
-
-    Raises:
-        AssayError: the request is invalid, the pool does not answer, or too many prompts have no answer.
     """
     with error_noted(), end_reported(), marked_as(config.run_name, tags=[f"run={config.run_name}", "generation"]):
         planned = plan_generation(config)

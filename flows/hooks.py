@@ -1,11 +1,12 @@
-"""Hooks for flow runs that were cancelled or crashed; Prefect calls them by name, often in another process."""
+"""Flows with hooks for cancelled and crashed runs; Prefect calls the hooks by name, often in another process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from logging import Logger, LoggerAdapter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from prefect import Flow
+from prefect import Flow, flow
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging.loggers import flow_run_logger
 
@@ -16,6 +17,20 @@ from tasks.policies.policy import Policy
 from tasks.prefect_server.flow_runs import end_task_runs, note_ending
 from tasks.spec.loading import load_config
 from tasks.spec.names import how_many
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def pipeline(name: str, run_name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
+    """Makes a function a flow that leaves no claim and no job when it is cancelled or crashes."""
+    return flow(
+        name=name,
+        flow_run_name=run_name,
+        persist_result=False,
+        on_cancellation=[leave_nothing],
+        on_crashed=[leave_nothing],
+    )
 
 
 def leave_nothing(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:

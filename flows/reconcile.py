@@ -1,4 +1,4 @@
-"""The flow that evaluates the cells a policy wants and no record settles; safe to start any time and concurrently."""
+"""The flows that evaluate the cells a policy wants and no record settles; safe to start any time and concurrently."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any
 
-from prefect import flow
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
-from flows.dispatching import dispatch
 from flows.evaluation import run_pending
-from flows.hooks import leave_nothing
+from flows.hooks import pipeline
 from pools.weights.merges import with_each_location
 from resources.errors import AssayError, BadInput, CheckpointError
 from resources.storage import storage
@@ -24,11 +22,13 @@ from tasks.checkpoints.discovery import find_checkpoints
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
 from tasks.policies.batches import served_together
 from tasks.policies.cleanup import stopping_if_cancelled
+from tasks.policies.dispatch import Dispatcher
+from tasks.policies.dispatched import FLOW, CellNames, name_of_cell, read_dispatches, with_dispatches
 from tasks.policies.gate import conclude_policy, conclude_settled, with_early
 from tasks.policies.policy import Policy, check_policy_paths, own_gate
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, reconcile
 from tasks.policies.snapshot import Estimates, take_snapshot
-from tasks.prefect_server.client import end_reported
+from tasks.prefect_server.client import end_reported, require_server
 from tasks.prefect_server.flow_runs import collapse_waiting, marked, settle_lost
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import now
@@ -67,13 +67,7 @@ class Pass:
         }
 
 
-@flow(
-    name="reconcile-policy",
-    flow_run_name="reconcile {policy}",
-    persist_result=False,
-    on_cancellation=[leave_nothing],
-    on_crashed=[leave_nothing],
-)
+@pipeline("reconcile-policy", run_name="reconcile {policy}")
 def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy, gate: Gate | None = None) -> dict[str, Any]:
     """Evaluates the cells that a policy, given whole or as a file, wants and that no record settles.
 
@@ -82,10 +76,6 @@ def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy, gate:
     Args:
         policy: A YAML file with a policy, in any store, or a whole policy.
         gate: Gate on the scores of each run so far, in place of the policy's own gate; the flow run fails on NO-GO.
-
-    Raises:
-        AssayError: the policy is invalid, or a cell that was started has no succeeded record at the end.
-        GateRefused: the gate's verdict is NO-GO; the policy's own gate raises it once per checkpoint.
     """
     require_whole(gate, by="--gate on a policy's runs")
     if deployment.id:
@@ -120,17 +110,13 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
 
     Args:
         only: selects among the pending cells.
-
-    Raises:
-        AssayError: nothing could be listed, or the policy is invalid.
-        OverBudget: the expected cost exceeds the policy's limit, or is unknown.
     """
     if deployment.id:
         check_policy_paths(policy)
     listings = take_snapshot(policy)
     state = reconcile(listings, policy, now=time.time())
     if policy.dispatch == "work_pools":
-        state, scheduled, error = dispatch(policy, listings, state)
+        state, scheduled, error = _dispatched(policy, listings, state)
         return Pass(state, 0, 0, 0, error, scheduled)
     report_event(f"{how_many(state.done_count, 'cell')} done, {len(state.work):,} to do, {len(state.others):,} wait")
     began = now()
@@ -234,7 +220,56 @@ def _concluded(state: Reconciliation, cells: Sequence[Cell], errors: Sequence[As
         error = kind(
             expected=f"a succeeded record for {'each of ' if len(cells) > 1 else ''}{how_many(len(cells), 'cell')}",
             found=f"{len(failed)} failed. The first, {failed[0].checkpoint.name}:\n{failed[0].reason}",
-            remedy="see why with `assay gaps`; failures of machines are tried again by themselves",
+            remedy="see why with `assay status --gaps`; failures of machines are tried again by themselves",
         )
     left = len(cells) - succeeded - len(failed)
     return Pass(state, succeeded, len(failed), left, error, decided=len(latest) - len(cells))
+
+
+@pipeline(FLOW, run_name="evaluate {policy} · {cells}")
+def evaluate_cells(policy: Policy, cells: CellNames) -> dict[str, Any]:
+    """Evaluates the named cells of a policy on this machine, as far as they are pending, and no other cells.
+
+    Args:
+        policy: The policy; its dispatch to work pools is ignored.
+        cells: Names of the cells.
+    """
+    if deployment.id:
+        settle_lost(deployment.id)
+    names = frozenset(cells.names)
+    local_policy = policy.model_copy(update={"dispatch": "here", "max_usd": None})  # the sender has checked the budget
+    with end_reported():
+        outcome = reconcile_once(local_policy, only=lambda cell: name_of_cell(cell) in names)
+        if outcome.error is not None:
+            raise outcome.error
+    return outcome.as_dict()
+
+
+def _dispatched(
+    policy: Policy, listings: Sequence[RunListing], state: Reconciliation
+) -> tuple[Reconciliation, int, AssayError | None]:
+    # Failed batches do not stop the others, and waiting for capacity is not an error.
+    require_server()
+    check_policy_paths(policy)
+    sent = read_dispatches(policy)
+    state = with_dispatches(state, listings, sent, policy, now=time.time())
+    report_event(f"{how_many(state.done_count, 'cell')} done, {len(state.work):,} to do, {len(state.others):,} wait")
+    dispatcher = Dispatcher(policy, listings, sent)
+    for before, batch in dispatcher.move_stuck(state):
+        report_event(f"no worker begins {before.name!r} at {before.work_pool}; {batch.described()}")
+    cells = 0
+    error: AssayError | None = None
+    taken = state.work[: policy.most_cells_at_once]
+    batches = dispatcher.batches(taken)
+    expected = Estimates(listings, batches).together(taken)
+    if expected.cells:
+        tell(expected)
+    check_budget(expected, policy.max_usd)
+    for batch in batches:
+        report_event(batch.described())  # with its price, before anything is spent
+        if batch.choice is not None:
+            dispatcher.send(batch)
+            cells += len(batch.cells)
+        elif not batch.waits:
+            error = error or batch.error
+    return state, cells, error

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
 from prefect.logging import get_run_logger
 from pydantic import model_validator
 
-from flows.hooks import leave_nothing
+from flows.hooks import pipeline
 from resources.config import Config
 from tasks.offline.stage import fill_from, share_staged, stage
 from tasks.offline.wanted import Wanted, wanted_by
@@ -57,22 +56,12 @@ class StagingRequest(Config):
         return wanted_by([load_suite(name) for name in self.suites], tokenizers=self.tokenizers)
 
 
-@flow(
-    name="stage-data",
-    flow_run_name="stage {request.place}",
-    persist_result=False,
-    on_cancellation=[leave_nothing],
-    on_crashed=[leave_nothing],
-)
+@pipeline("stage-data", run_name="stage {request.place}")
 def stage_data(request: StagingRequest) -> dict[str, Any]:
     """Stages the data that suites need on this machine; returns all staged data with revisions and sizes.
 
     Args:
         request: The data, their source, and a shared copy to update.
-
-    Raises:
-        StagingIncomplete: some data could not be fetched, or do not load without a network; the rest is staged.
-        BadInput: a suite or a shared copy does not exist.
     """
     return staged_by(request, on_event=get_run_logger().info)
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from prefect import Flow, flow
+from prefect import Flow
 
 from flows.evaluation import evaluate
-from flows.hooks import leave_nothing
+from flows.hooks import pipeline
+from flows.series import evaluate_checkpoints
 from tasks.checkpoints.discovery import discover, layouts_for, with_pinned_model
 from tasks.prefect_server.flow_runs import error_noted
 from tasks.records.record import Record
-from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig
+from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
 from tasks.spec.evaluators import EvaluatorName
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteName, SuiteRequest, load_suite
 from tasks.verdicts.gate import Gate
 
 
-@flow(
-    name="evaluate-suite",
-    flow_run_name="evaluate {request.place}{selection.words} · {suite}",
-    persist_result=False,
-    on_cancellation=[leave_nothing],
-    on_crashed=[leave_nothing],
-)
+@pipeline("evaluate-suite", run_name="evaluate {request.place}{selection.words} · {suite}")
 def evaluate_suite(
     suite: SuiteName | Suite,
     request: SuiteRequest,
@@ -35,22 +30,12 @@ def evaluate_suite(
         request: The run, and the folder of its records.
         selection: The checkpoints.
         gate: Gate on their scores; the flow run fails on NO-GO.
-
-    Raises:
-        AssayError: the request is invalid, or a wanted cell has no succeeded record at the end.
-        GateRefused: the gate's verdict is NO-GO.
     """
     with error_noted():
         return _evaluate(load_suite(suite) if isinstance(suite, str) else suite, request, selection, gate=gate)
 
 
-@flow(
-    name="default-eval",
-    flow_run_name="evaluate {request.place}, latest · default_eval",
-    persist_result=False,
-    on_cancellation=[leave_nothing],
-    on_crashed=[leave_nothing],
-)
+@pipeline("default-eval", run_name="evaluate {request.place}, latest · default_eval")
 def default_eval(request: SuiteRequest, evals: str | None = None) -> list[Record]:
     """Evaluates the latest checkpoint of a run on the core set, or on another named set."""
     suite = load_suite("default_eval")
@@ -60,13 +45,7 @@ def default_eval(request: SuiteRequest, evals: str | None = None) -> list[Record
     return _evaluate(suite, request, CheckpointSelection(which="latest"))
 
 
-@flow(
-    name="evaluate-on-step",
-    flow_run_name="evaluate {request.place}, single step · {evaluator}",
-    persist_result=False,
-    on_cancellation=[leave_nothing],
-    on_crashed=[leave_nothing],
-)
+@pipeline("evaluate-on-step", run_name="evaluate {request.place}, single step · {evaluator}")
 def evaluate_on_step(
     evaluator: EvaluatorName, request: SuiteRequest, evals: tuple[EvalTaskConfig, ...], step: int | None = None
 ) -> list[Record]:
@@ -75,6 +54,19 @@ def evaluate_on_step(
     suite = Suite(name="on_step", description="A single training step.", evaluations=(evaluation,))
     selection = CheckpointSelection(which="latest") if step is None else CheckpointSelection(steps=(step,))
     return _evaluate(suite, request, selection)
+
+
+def evaluate_request(
+    request: EvaluationConfig | SuiteRequest,
+    suite: SuiteName | Suite | None = None,
+    selection: CheckpointSelection = CheckpointSelection(),
+    gate: Gate | None = None,
+) -> list[Record]:
+    """Runs the flow for a suite, or that for a run."""
+    if isinstance(request, SuiteRequest):
+        assert suite is not None, "a request for a suite comes with the suite"
+        return evaluate_suite(suite, request, selection, gate)
+    return evaluate_checkpoints(request, selection, gate)
 
 
 def _evaluate(

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from prefect import flow
-
 from flows.evaluation import run_claimed
-from flows.hooks import leave_nothing
+from flows.hooks import pipeline
 from resources.errors import AssayError
 from resources.tracing import tracing
 from tasks.checkpoints.checkpoint import Checkpoint
@@ -34,13 +32,7 @@ from tasks.training.job import finished, is_trained, plan_training, training
 from tasks.verdicts.gate import Gate
 
 
-@flow(
-    name="train-and-evaluate",
-    flow_run_name="train and evaluate {config.place}",
-    persist_result=False,
-    on_cancellation=[leave_nothing],
-    on_crashed=[leave_nothing],
-)
+@pipeline("train-and-evaluate", run_name="train and evaluate {config.place}")
 def train_and_evaluate(config: TrainAndEvaluateConfig, gate: Gate | None = None) -> list[Record]:
     """Trains a model and evaluates each checkpoint as soon as it is complete; ends when both are done.
 
@@ -50,10 +42,6 @@ def train_and_evaluate(config: TrainAndEvaluateConfig, gate: Gate | None = None)
     Args:
         config: The training, and the evaluations of its checkpoints.
         gate: Gate on their scores at the end; the flow run fails on NO-GO.
-
-    Raises:
-        AssayError: the request is invalid, the training failed, or a wanted cell has no succeeded record.
-        GateRefused: the gate's verdict is NO-GO.
     """
     with end_reported():
         return _trained_and_evaluated(config, gate)

@@ -1,55 +1,102 @@
-"""The `assay` command. Its import is cheap: commands load Prefect and the rest when they need them."""
+"""The `assay` command: a table of all commands, of which only the called command's module is imported."""
 
 from __future__ import annotations
 
+import ast
 import atexit
 import gc
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from traceback import format_exc
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.table import Table
-from rich.text import Text
-from typer.core import TyperGroup
+from cyclopts import App, CycloptsError, Group, Parameter
 
-from flows.cli.clusters.cluster import cluster_app
-from flows.cli.clusters.work_pools import work_pool_app
-from flows.cli.contamination import contamination_app
-from flows.cli.eval_job import eval_job_app
-from flows.cli.evaluate import evaluate, requalify, show_series
-from flows.cli.gate import gate
-from flows.cli.generate import generate
-from flows.cli.jobs import SUBMIT_SETTINGS, jobs_app, submit
-from flows.cli.policy import alerts, cancel, gaps, plan, reconcile, retry, status
-from flows.cli.pools import pool_app
-from flows.cli.records import compare, publish, records, report
-from flows.cli.schedule import notify, policy_app, watch
-from flows.cli.suites import stage, suites
-from flows.cli.train import demo_train, train_and_evaluate
-from flows.cli.view import view
-from flows.console.console import ERR, OUT, Json, print_json
+from flows.console.console import ERR, say
 from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import ask_this_machine_directly, set_process_environment_defaults
 
-
-class _InGroups(TyperGroup):
-    # typer lists groups with subcommands last
-    def list_commands(self, ctx: Any) -> list[str]:
-        groups = list(_GROUPS)
-        return sorted(self.commands, key=lambda name: groups.index(vars(self.commands[name])["rich_help_panel"]))
-
-
-app = typer.Typer(
-    cls=_InGroups,
-    help="Evaluate every checkpoint a language-model training run writes.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+COMMANDS = {
+    "Evaluate and look": {
+        "evaluate": "evaluate.evaluate",
+        "generate": "generate.generate",
+        "train-and-evaluate": "evaluate.train_and_evaluate",
+        "checkpoints": "demo.checkpoints",
+        "records": "records.records",
+        "compare": "reports.compare",
+        "requalify": "reports.requalify",
+        "report": "reports.report",
+        "view": "reports.view",
+        "gate": "gate.gate",
+        "demo": "demo.demo",
+        "doctor": "doctor.doctor",
+    },
+    "Policies": {
+        "status": "policy.status",
+        "alerts": "policy.alerts",
+        "reconcile": "policy.reconcile",
+        "retry": "policy.retry",
+        "cancel": "policy.cancel",
+        "notify": "deployments.notify",
+        "policy deploy": "deployments.deploy",
+    },
+    "Pools": {
+        "pool up": "pools.pool_up",
+        "pool ls": "pools.pool_ls",
+        "pool env": "pools.pool_env",
+        "pool logs": "pools.pool_logs",
+        "pool down": "pools.pool_down",
+    },
+    "Jobs and clusters": {
+        "submit": "jobs.submit",
+        "jobs list": "jobs.jobs_list",
+        "jobs logs": "jobs.jobs_logs",
+        "jobs stop": "jobs.jobs_stop",
+        "eval-job submit": "eval_job.submit",
+        "eval-job list": "eval_job.list_jobs",
+        "eval-job logs": "eval_job.logs",
+        "eval-job run": "eval_job.run",
+        "cluster up": "cluster.cluster_up",
+        "cluster down": "cluster.cluster_down",
+        "cluster status": "cluster.cluster_status",
+        "cluster write": "cluster.cluster_write",
+        "work-pools apply": "deployments.apply",
+        "work-pools list": "deployments.list_",
+        "work-pools choose": "deployments.choose",
+    },
+    "Data and publishing": {
+        "suites": "suites.suites",
+        "stage": "suites.stage",
+        "publish": "reports.publish",
+        "contamination scan": "contamination.scan_texts",
+        "contamination import": "contamination.import_flags",
+    },
+}
+"""The function of each command, in a module of this folder, by panel of the help."""
+GROUPS = {
+    "policy": "Policies that carry themselves out.",
+    "pool": "Keep a pool of warm engines up between evaluations.",
+    "jobs": "Jobs of a backend, of all users.",
+    "eval-job": "Evaluations on GKE, each from a YAML file.",
+    "cluster": "Ray clusters of regions, and a local cluster.",
+    "work-pools": "The Prefect work pools of the regions.",
+    "contamination": "Questions that occur in training texts: scanned here, or imported.",
+}
+REMOVED = {
+    "plan": "status --plan",
+    "gaps": "status --gaps",
+    "watch": "notify POLICY --every 5s",
+    "demo-train": "demo --train",
+    "jobs status": "jobs list JOB",
+    "eval-job check": "eval-job submit FILE --check",
+    "eval-job render": "eval-job submit FILE --output MANIFESTS, or --dry-run to print them",
+    "eval-job fetch": "eval-job run --fetch",
+    "cluster dashboard": "cluster status REGION --forward",
+}
+"""Earlier spellings, with the commands that replace them."""
 
 _EMBEDDED_PREFECT = {
     "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
@@ -67,18 +114,90 @@ _EMBEDDED_PREFECT = {
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
 """Python's default of 700 costs a seventh of the time of imports, and their objects all stay."""
 _TRACEBACK, _INSECURE = "--traceback", "--insecure"
-
-
-@app.callback()
-def _common(
-    traceback: Annotated[bool, typer.Option(_TRACEBACK, help="Show Python's traceback with an error.")] = False,
-    insecure: Annotated[
-        bool, typer.Option(_INSECURE, help="Let pools' keys travel unencrypted between machines.")
-    ] = False,
-) -> None: ...  # for --help only: `main` removes these options from the command line
-
-
+_EVERYWHERE = f"""With every command: {_TRACEBACK} shows Python's traceback with an error.
+With every command: {_INSECURE} lets pools' keys travel unencrypted between machines."""
 _STORE_LIBRARIES = ("botocore", "google", "gcsfs")
+
+
+def command_line(*, with_help: bool = False) -> App:
+    """Returns the command line; `with_help` reads a line about each command from its module, without importing it."""
+    options: dict[str, Any] = {
+        "version_flags": (),
+        "help_flags": ("--help",),
+        "help_format": "plaintext",
+        "default_parameter": Parameter(negative=(), allow_repeating=True, show_default=_shown),
+        "result_action": "return_value",
+        "suppress_keyboard_interrupt": False,
+    }
+    app = App(
+        name="assay",
+        help="Evaluate every checkpoint a language-model training run writes.",
+        help_epilogue=_EVERYWHERE,
+        **options,
+    )
+    groups: dict[str, App] = {}
+    for place, (title, commands) in enumerate(COMMANDS.items()):
+        panel = Group(title, sort_key=place)
+        for rank, (name, target) in enumerate(commands.items()):
+            group, _, verb = name.rpartition(" ")
+            if group and group not in groups:
+                groups[group] = App(name=group, help=GROUPS[group], group=panel, sort_key=rank, **options)
+                app.command(groups[group])
+            module, _, function = target.partition(".")
+            own = {"name": verb, "help": _help(module, function) if with_help else None, "sort_key": rank}
+            parent, own = (groups[group], own) if group else (app, {**own, "group": panel})
+            parent.command(f"flows.cli.{module}:{function}", **own, **options)
+    return app
+
+
+def _shown(default: Any) -> str | None:
+    return None if default in (None, False, True, ()) else str(default)
+
+
+def _help(module: str, function: str) -> str:
+    return next(
+        (ast.get_docstring(node) or "").partition("\n")[0]
+        for node in _tree(module).body
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    )
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8"))
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Runs a command.
+
+    Raises:
+        BadInput: the spelling of the command is an earlier spelling.
+        CycloptsError: the command line cannot be read; the reason has been printed.
+        SystemExit: the command has another exit code than 0.
+    """
+    for words in (2, 1):
+        if (replaced := REMOVED.get(" ".join(arguments[:words]))) is not None:
+            raise BadInput(
+                expected="a command of this version",
+                found=f"assay {' '.join(arguments[:words])}, an earlier spelling",
+                remedy=f"assay {replaced}",
+            )
+    arguments = list(arguments) or ["--help"]
+    listing = arguments[0].startswith("-") or arguments[1:2] in ([], ["--help"])
+    app = command_line(with_help=listing and (arguments[0].startswith("-") or arguments[0] in GROUPS))
+    app(with_program_apart(app, arguments), exit_on_error=False, error_console=ERR)
+
+
+def with_program_apart(app: App, arguments: list[str]) -> list[str]:
+    """Returns a command line with `--` before the program of `assay submit`, since what follows it belongs to it."""
+    if arguments[0] != "submit":
+        return arguments
+    options = app["submit"].assemble_argument_collection()
+    flags = {name for option in options if option.hint is bool for name in option.names}
+    place = 1
+    while place < len(arguments) and (word := arguments[place]).startswith("-") and word != "--":
+        place += 1 if word in flags or word == "--help" or "=" in word else 2
+    return arguments if arguments[place : place + 1] == ["--"] else [*arguments[:place], "--", *arguments[place:]]
 
 
 def main() -> None:
@@ -99,129 +218,35 @@ def main() -> None:
     # By default SIGTERM would skip every `with` block.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        app([argument for argument in arguments if argument not in (_TRACEBACK, _INSECURE)] + submitted)
-    except SystemExit as ended:
-        # Typer exits with 2 for an unreadable command line, which is our bad input.
-        sys.exit(BadInput.exit_code if ended.code == 2 else ended.code)
+        run([argument for argument in arguments if argument not in (_TRACEBACK, _INSECURE)] + submitted)
+    except CycloptsError:
+        sys.exit(BadInput.exit_code)
     except AssayError as error:
         if traceback:
             ERR.print_exception()
-        # CI logs keep long lines; without a terminal the 80 columns are only a guess.
-        ERR.print(str(error), style="red", markup=False, highlight=False, soft_wrap=not ERR.is_terminal)
+        _show(error)
         sys.exit(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the boundary: libraries of stores have errors of their own
         if traceback or type(error).__module__.partition(".")[0] not in _STORE_LIBRARIES:
-            ERR.print(format_exc(), highlight=False, soft_wrap=True)
+            say(format_exc(), to=ERR)
             sys.exit(1)
         remedy = "log in to the store, or set the variables of its credentials; `--traceback` shows the place"
         refused = StorageError(expected="a store that can be used", found=str(error), remedy=remedy)
-        ERR.print(str(refused), style="red", markup=False, highlight=False, soft_wrap=not ERR.is_terminal)
+        _show(refused)
         sys.exit(refused.exit_code)
     except KeyboardInterrupt:
         ERR.print("Interrupted; everything that was started has been ended. Run it again to go on.")
         sys.exit(130)
 
 
+def _show(error: AssayError) -> None:
+    # CI logs keep long lines; without a terminal the 80 columns are only a guess.
+    ERR.print(str(error), style="red", highlight=False, soft_wrap=not ERR.is_terminal)
+
+
 def _exit_on_signal(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
-
-def checkpoints(
-    path: Annotated[
-        str, typer.Argument(help="A checkpoint, a run, or the name of a merged checkpoint.", metavar="PATH")
-    ],
-    folder: Annotated[str | None, typer.Argument(help="With --materialize, the folder.", show_default=False)] = None,
-    materialize: Annotated[bool, typer.Option("--materialize", help="Write a merged checkpoint to FOLDER.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Show the checkpoints at a path, and which are complete or why not."""
-    from resources.storage import storage
-    from tasks.checkpoints.discovery import find_checkpoints
-
-    if materialize != (folder is not None):
-        raise BadInput(
-            expected="--materialize with the name of a merged checkpoint and a folder, or neither",
-            found="--materialize alone" if materialize else f"{folder} alone",
-            remedy="for example: assay checkpoints --materialize 'mean(runs/a@last:5)' averaged",
-        )
-    if folder is not None and not storage.is_local(folder):
-        raise BadInput(expected="a folder of this machine", found=folder, remedy="write it here, and copy it there")
-    checkpoints = find_checkpoints(path)
-    if folder is not None:
-        from tasks.checkpoints.merged import write_merged
-
-        write_merged(checkpoints[0], storage.local_path(folder))
-        checkpoints = find_checkpoints(folder)
-    if as_json:
-        keys = ("uri", "run", "name", "step", "kind", "complete", "problems")
-        print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in checkpoints])
-        return
-    table = Table("Step", "Name", "Complete", "Why not")
-    for checkpoint in checkpoints:
-        complete = Text("yes", "green") if checkpoint.complete else Text("no", "yellow")
-        table.add_row(str(checkpoint.step), checkpoint.name, complete, "; ".join(checkpoint.problems))
-    OUT.print(table)
-
-
-def demo(
-    folder: Annotated[Path, typer.Option(help="Folder for everything.")] = Path("demo"),
-    steps: Annotated[int, typer.Option(help="Training steps, unless the model is there already.", min=20)] = 360,
-    as_json: Json = False,
-) -> None:
-    """Train a tiny model on this CPU and evaluate its checkpoints."""
-    home = (folder / "prefect").absolute()
-    home.mkdir(parents=True, exist_ok=True)
-    set_process_environment_defaults({"PREFECT_HOME": str(home)})
-    from flows.demo.demo import next_steps, prepare, run_demo
-    from tasks.running.warm import warm_programs
-
-    with warm_programs():
-        prepare(folder, steps=steps, console=ERR)
-        result = run_demo(folder, console=ERR)
-    show_series(result, as_json=as_json)
-    if not as_json:
-        OUT.print(next_steps(folder), highlight=False, soft_wrap=True)
-
-
-def doctor(as_json: Json = False) -> None:
-    """Show what this machine can run and what is missing."""
-    from flows.cli.doctor import examine
-
-    findings = examine()
-    if as_json:
-        print_json([finding.as_dict() for finding in findings])
-    else:
-        table = Table("", "Subject", "Seen", "To do")
-        marks = {"ok": Text("✓", "green"), "note": Text("·"), "missing": Text("✗", "red")}
-        for finding in findings:
-            table.add_row(marks[finding.level], finding.subject, finding.seen, finding.remedy)
-        OUT.print(table)
-    if any(finding.level == "missing" for finding in findings):
-        raise typer.Exit(AssayError.exit_code)
-
-
-_GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
-    "Evaluate and look": (
-        *(evaluate, generate, train_and_evaluate, checkpoints, records, compare, requalify, report, view, gate),
-        *(demo, demo_train, doctor),
-    ),
-    "Policies": (plan, gaps, status, alerts, reconcile, retry, cancel, watch, notify, policy_app),
-    "Pools": (pool_app,),
-    "Jobs and clusters": (submit, jobs_app, eval_job_app, cluster_app, work_pool_app),
-    "Data and publishing": (suites, stage, contamination_app, publish),
-}
-_NAMES = {
-    **{policy_app: "policy", pool_app: "pool", jobs_app: "jobs", eval_job_app: "eval-job"},
-    contamination_app: "contamination",
-    **{cluster_app: "cluster", work_pool_app: "work-pools"},
-}
-for _group, _commands in _GROUPS.items():
-    for _command in _commands:
-        if isinstance(_command, typer.Typer):
-            app.add_typer(_command, name=_NAMES[_command], rich_help_panel=_group)
-        else:
-            _settings = SUBMIT_SETTINGS if _command is submit else None
-            app.command(rich_help_panel=_group, context_settings=_settings)(_command)
 
 if __name__ == "__main__":
     main()

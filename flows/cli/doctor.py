@@ -1,4 +1,4 @@
-"""Findings about this machine: the engines it can run, and what it lacks."""
+"""`assay doctor`: the engines that this machine can run, and what it lacks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from rich.table import Table
+from rich.text import Text
+
+from flows.console.console import OUT, Json, print_json
 from resources.environments.environments import ENVIRONMENTS, is_built
-from resources.errors import BadInput
+from resources.errors import AssayError, BadInput
 from resources.regions.regions import known_regions, regions_file, where_to_write
 from resources.regions.tariffs import STALE_DAYS
 from resources.settings import deployment_data, pip_find_links, settings
@@ -26,6 +30,7 @@ _COMMIT, _VERSION = re.compile(r"[0-9a-f]{7,40}"), re.compile(r"v?\d+\.\d+(\.\d+
 _IN_IMAGES = ("flows", "tasks", "pools", "resources", "deployments", "pyproject.toml")
 _REBUILD = "rebuild it, as docs/how-to/build-the-images.md says, and name the new image"
 _ENGINE_MEMORY_BYTES = 4 * 1024**3
+_MARKS = {"ok": Text("✓", "green"), "note": Text("·"), "missing": Text("✗", "red")}
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,19 @@ class Finding:
     seen: str
     remedy: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+def doctor(*, as_json: Json = False) -> None:
+    """Show what this machine can run and what is missing."""
+    findings = examine()
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        table = Table("", "Subject", "Seen", "To do")
+        for finding in findings:
+            table.add_row(_MARKS[finding.level], finding.subject, finding.seen, finding.remedy)
+        OUT.print(table)
+    if any(finding.level == "missing" for finding in findings):
+        raise SystemExit(AssayError.exit_code)
 
 
 def examine() -> list[Finding]:
@@ -104,14 +120,13 @@ def _disk() -> Finding:
 
 
 def _environments() -> list[Finding]:
-    findings = []
-    for name, spec in (ENVIRONMENTS | harness_environments()).items():
-        built = is_built(spec)
-        seen = "built" if built else "not built yet"
-        findings.append(
-            Finding(f"Environment {name}", "ok" if built else "note", seen, "" if built else "built on first use")
-        )
-    return findings
+    known = {name: is_built(spec) for name, spec in (ENVIRONMENTS | harness_environments()).items()}
+    return [
+        Finding(f"Environment {name}", "ok", "built")
+        if built
+        else Finding(f"Environment {name}", "note", "not built yet", "built on first use")
+        for name, built in known.items()
+    ]
 
 
 def _prefect() -> Finding:
@@ -127,6 +142,8 @@ def _deployments() -> Finding:
 
 
 def _regions() -> list[Finding]:
+    if not (settings().regions or settings().region or settings().prefix):
+        return []  # Assay's own file is a template
     try:
         known = known_regions()
     except BadInput as error:

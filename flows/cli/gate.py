@@ -1,80 +1,98 @@
-"""`assay gate`: GO or NO-GO on existing records; and the output of `assay evaluate --gate`."""
+"""`assay gate`: GO or NO-GO on existing records; and the options and output of `assay evaluate --gate`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from cyclopts import Parameter
 
+from flows.cli.options.pools import OptionGroup
+from flows.cli.records import Folder
 from flows.console.console import OUT, Json, print_json, say_rejected
+from resources.errors import BadInput
+from resources.storage import storage
+from tasks.records.details import CheckpointReference
+from tasks.records.record import find_records
+from tasks.records.search import records_of_checkpoints
+from tasks.records.verdicts import Verdict
+from tasks.reports.texts import verdict_markdown, verdict_table
+from tasks.running.early import early_below
+from tasks.spec.loading import build_config, load_config
+from tasks.verdicts.gate import Gate
+from tasks.verdicts.judge import JudgedCheckpoint, judge, judged_checkpoints, with_rejected
 
-if TYPE_CHECKING:
-    from tasks.records.record import CheckpointReference
-    from tasks.records.verdicts import Verdict
-    from tasks.verdicts.gate import Gate
-    from tasks.verdicts.judge import JudgedCheckpoint
 
-_Summary = Annotated[
-    Path | None, typer.Option(help="File to append the verdict to as Markdown, such as $GITHUB_STEP_SUMMARY.")
-]
-
-
+@Parameter(name="*")
 @dataclass(frozen=True)
-class GateOptions:
+class GateOptions(OptionGroup):
     """A gate on the evaluation of a command."""
 
-    gate: Annotated[
-        str | None,
-        typer.Option("--gate", help="YAML file with a gate; the exit code is 1 where it says NO-GO.", metavar="GATE"),
-    ] = None
-    summary: _Summary = None
+    gate: str | None = None
+    """YAML file with a gate; the exit code is 1 where it says NO-GO."""
+    summary: Path | None = None
+    """File to append the verdict to as Markdown, such as $GITHUB_STEP_SUMMARY."""
+
+    def loaded(self) -> Gate | None:
+        """Returns the gate; None without the option."""
+        if self.gate is None and self.summary is not None:
+            raise BadInput(expected="--gate with --summary", found="none", remedy="leave --summary out, or name a gate")
+        return load_gate(self.gate) if self.gate is not None else None
 
 
+@Parameter(name="*")
 @dataclass(frozen=True)
-class EarlyOptions:
+class EarlyOptions(OptionGroup):
     """Options for a gate's verdict before all questions are evaluated."""
 
-    early: Annotated[
-        bool,
-        typer.Option(
-            "--early",
-            help="Stop asking once --gate is decided: is the whole worse than the baseline by the margin?",
-        ),
-    ] = False
-    alpha: Annotated[
-        float | None,
-        typer.Option(
-            help="Largest probability that the whole contradicts early verdicts on a checkpoint, per baseline."
-        ),
-    ] = None
-    finish: Annotated[
-        bool, typer.Option("--finish", help="Ask the rest where an earlier run was decided early, and nothing else.")
-    ] = False
+    early: bool = False
+    """Stop asking once --gate is decided: is the whole worse than the baseline by the margin?"""
+    alpha: float | None = None
+    """Largest probability that the whole contradicts early verdicts on a checkpoint, per baseline."""
+    finish: bool = False
+    """Ask the rest where an earlier run was decided early, and nothing else."""
+
+    def applied_to(self, gate: Gate | None) -> Gate | None:
+        """Returns the gate with these options."""
+        if gate is None or (self.early and self.finish):
+            if not self.given():
+                return None
+            raise BadInput(
+                expected="--gate with --early, --alpha or --finish, and only one of --early and --finish",
+                found="no gate" if gate is None else "both",
+                remedy="name a gate" if gate is None else "decide early first, and finish then",
+            )
+        changes = {
+            "decide": "early" if self.early else "whole" if self.finish else gate.decide,
+            "whole_every": None,  # applies to a policy's checkpoints only
+            "alpha": gate.alpha if self.alpha is None else self.alpha,
+        }
+        return build_config({**gate.model_dump(), **changes}, Gate, source="--gate with --early")
 
 
 def gate(
-    file: Annotated[str, typer.Argument(help="YAML file with a gate.", metavar="GATE")],
-    records: Annotated[str, typer.Option(help="Folder given as --output to evaluate.")] = "evaluations",
-    run: Annotated[str | None, typer.Option(help="The run; may be left out if it is the only run.")] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Training step; the latest or every step, as the gate says, when left out.")
-    ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="The checkpoint, as in assay compare: NAME, or mean(RUN@STEPS) if merged.")
-    ] = None,
-    early: Annotated[
-        bool, typer.Option("--early", help="Judge by early verdicts, too, where the whole is not recorded.")
-    ] = False,
-    summary: _Summary = None,
+    file: Annotated[str, Parameter(help="YAML file with a gate.")],
+    /,
+    *,
+    records: Folder = "evaluations",
+    run: str | None = None,
+    step: int | None = None,
+    checkpoint: str | None = None,
+    early: bool = False,
+    summary: Path | None = None,
     as_json: Json = False,
 ) -> None:
-    """Judge recorded results: GO (exit code 0) or NO-GO (1), with the reasons."""
-    from resources.errors import BadInput
-    from tasks.verdicts.judge import judge
+    """Judge recorded results: GO (exit code 0) or NO-GO (1), with the reasons.
 
+    Args:
+        run: The run; may be left out if it is the only run.
+        step: Training step; the latest or every step, as the gate says, when left out.
+        checkpoint: The checkpoint, as in assay compare: NAME, or mean(RUN@STEPS) if merged.
+        early: Judge by early verdicts, too, where the whole is not recorded.
+        summary: File to append the verdict to as Markdown, such as $GITHUB_STEP_SUMMARY.
+    """
     if checkpoint is not None and not (run is step is None):
         raise BadInput(expected="--checkpoint, or --run and --step", found="both", remedy="leave --run and --step out")
     gate_config = load_gate(file)
@@ -95,47 +113,11 @@ def gate(
 
 def load_gate(uri: str) -> Gate:
     """Returns the gate in a YAML or JSON file, in any store."""
-    from tasks.spec.loading import load_config
-    from tasks.verdicts.gate import Gate
-
     return load_config(uri, Gate)
-
-
-def gate_of(options: GateOptions) -> Gate | None:
-    """Returns the gate of `--gate`; None without the option."""
-    from resources.errors import BadInput
-
-    if options.gate is None and options.summary is not None:
-        raise BadInput(expected="--gate with --summary", found="none", remedy="leave --summary out, or name a gate")
-    return load_gate(options.gate) if options.gate is not None else None
-
-
-def early_gate(gate: Gate | None, options: EarlyOptions) -> Gate | None:
-    """Returns the gate with the options for early decisions applied."""
-    from resources.errors import BadInput
-    from tasks.spec.loading import build_config
-    from tasks.verdicts.gate import Gate
-
-    if gate is None or (options.early and options.finish):
-        if not (options.early or options.finish or options.alpha is not None):
-            return None
-        raise BadInput(
-            expected="--gate with --early, --alpha or --finish, and only one of --early and --finish",
-            found="no gate" if gate is None else "both",
-            remedy="name a gate" if gate is None else "decide early first, and finish then",
-        )
-    decide = "early" if options.early else "whole" if options.finish else gate.decide
-    changes = {"decide": decide, "whole_every": None}  # applies to a policy's checkpoints only
-    alpha = gate.alpha if options.alpha is None else options.alpha
-    return build_config({**gate.model_dump(), **changes, "alpha": alpha}, Gate, source="--gate with --early")
 
 
 def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:
     """Returns the steps of a run that have early verdicts but no succeeded record."""
-    from resources.errors import BadInput
-    from resources.storage import storage
-    from tasks.running.early import early_below
-
     folder = storage.join(evaluation_path, run)
     steps = {verdict.checkpoint.step for verdict in early_below(folder)}
     if not steps:
@@ -149,17 +131,12 @@ def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:
 
 def show_verdict(verdict: Verdict) -> None:
     """Prints the verdict as a table, with GO or NO-GO at the end."""
-    from tasks.reports.texts import verdict_table
-
     OUT.print(verdict_table(verdict))
-    OUT.print(f"{verdict.gate}: {verdict.word}", highlight=False, markup=False)
+    OUT.print(f"{verdict.gate}: {verdict.word}", highlight=False)
 
 
 def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
     """Appends verdicts to a file as Markdown; does nothing without a file."""
-    from resources.errors import BadInput
-    from tasks.reports.texts import verdict_markdown
-
     if file is None:
         return
     try:
@@ -174,10 +151,6 @@ def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
 
 
 def _named(name: str, path: str, *, early: bool) -> list[JudgedCheckpoint]:
-    from tasks.records.search import records_of_checkpoints
-    from tasks.running.early import early_below
-    from tasks.verdicts.judge import judged_checkpoints, with_rejected
-
     rejected: dict[str, str] = {}
     [records] = records_of_checkpoints([name], evaluation_path=path, rejected=rejected)
     say_rejected(rejected)
@@ -188,11 +161,6 @@ def _named(name: str, path: str, *, early: bool) -> list[JudgedCheckpoint]:
 
 
 def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -> list[JudgedCheckpoint]:
-    from resources.errors import BadInput
-    from tasks.records.record import find_records
-    from tasks.running.early import early_below
-    from tasks.verdicts.judge import judged_checkpoints, with_rejected
-
     rejected: dict[str, str] = {}
     records = find_records(path, rejected=rejected)
     say_rejected(rejected)

@@ -2,128 +2,151 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import re
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from cyclopts import Parameter
 from rich.table import Table
 from rich.text import Text
 
-from flows.console.console import ERR, OUT, Json, print_json, write
+from flows.cli.options.pools import MachineOptions, OptionGroup, resources_asked
+from flows.console.console import OUT, Json, note, print_json, say, write
+from flows.console.job_following import ending_of, follow, is_lost
+from resources.backends.current import client_from_url, current_client
+from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed
-from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.jobs import Client, Entrypoint, JobDetails, JobRequest, JobStatus, create_environment
+from resources.regions.ray_clusters import LOCAL, local_cluster
+from resources.regions.region_table import ADDRESS_LINE
+from resources.regions.regions import known_regions, regions_for, where_to_write
+from resources.settings import variable
+from tasks.spec.loading import build_config
 
-jobs_app = typer.Typer(help="Jobs of a backend, of all users.", no_args_is_help=True)
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_JobId = Annotated[str, Parameter(help="Id of the job.")]
+_Follow = Annotated[bool, Parameter(("--follow", "-f"), help="All of it, until the job ends, with its exit code.")]
 
-SUBMIT_SETTINGS = {"allow_interspersed_args": False}
-"""For typer: arguments after the program belong to it, with or without `--`."""
 
-_Backend = Annotated[
-    str | None, typer.Option(help="local, ray://…, iris://…, kubernetes://… or slurm://…; see ASSAY_JOBS.")
-]
-_Cluster = Annotated[str | None, typer.Option(help="Region of the cluster, or local.")]
-_JobId = Annotated[str, typer.Argument(help="Id of the job.")]
+@Parameter(name="*")
+@dataclass(frozen=True)
+class PlaceOptions(OptionGroup):
+    """The backend of jobs."""
+
+    backend: str | None = None
+    """local, ray://…, iris://…, kubernetes://… or slurm://…; see ASSAY_JOBS."""
+    cluster: str | None = None
+    """Region of the cluster, or local."""
+
+    def client(self) -> Client:
+        """Returns the client of the backend's address or of the region's cluster; else the default client."""
+        if self.backend and self.cluster:
+            raise BadInput(
+                expected="either --backend or --cluster",
+                found=f"--backend {self.backend} --cluster {self.cluster}",
+                remedy="Leave one of them out.",
+            )
+        if self.cluster:
+            return client_from_url(_address_of(self.cluster))
+        return client_from_url(self.backend) if self.backend else current_client()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SubmitOptions(OptionGroup):
+    """A job, except its machine."""
+
+    name: str | None = None
+    """Name of the job; the script's when left out."""
+    wait: Annotated[bool, Parameter(negative="--no-wait")] = True
+    """Show its log until it ends, or only its id."""
+    auto_stop: bool = False
+    """End the job when this command ends."""
+    env: Annotated[tuple[str, ...], Parameter(("--env", "-e"))] = ()
+    """KEY=VALUE, or KEY; repeatable."""
+    extra: tuple[str, ...] = ()
+    """Extras of this project, a,b; repeatable."""
+    pip: tuple[str, ...] = ()
+    """Requirement for the job; repeatable."""
+    replicas: int = 1
+    """Replicas; they succeed or fail together."""
+    retries: int = 0
+    """Number of failed attempts that are tried again."""
+    preemption_retries: int = 100
+    """Number of preempted attempts that are tried again."""
 
 
 def submit(
-    command: Annotated[list[str], typer.Argument(help="Program and arguments, such as -- python script.py.")],
-    name: Annotated[str | None, typer.Option(help="Name of the job; the script's when left out.")] = None,
-    backend: _Backend = None,
-    cluster: _Cluster = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show its log until it ends, or only its id.")] = True,
-    auto_stop: Annotated[bool, typer.Option("--auto-stop", help="End the job when this command ends.")] = False,
-    env: Annotated[list[str] | None, typer.Option("--env", "-e", help="KEY=VALUE, or KEY; repeatable.")] = None,
-    extra: Annotated[list[str] | None, typer.Option("--extra", help="Extras of this project, a,b; repeatable.")] = None,
-    pip: Annotated[list[str] | None, typer.Option("--pip", help="Requirement for the job; repeatable.")] = None,
-    cpu: Annotated[int | None, typer.Option(help="CPU cores per replica; as its device needs when left out.")] = None,
-    ram: Annotated[str | None, typer.Option(help="Memory per replica; as its device needs when left out.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Local disk per replica; as its device needs when left out.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="GPUs per replica: H100:8, H100, or 8.")] = None,
-    tpu: Annotated[
-        str | None, typer.Option(help="TPU slice per replica, such as v5litepod-16; or several that do.")
-    ] = None,
-    replicas: Annotated[int, typer.Option(help="Replicas; they succeed or fail together.")] = 1,
-    region: Annotated[
-        list[str] | None, typer.Option("--region", help="Region allowed, best first; repeatable.")
-    ] = None,
-    zone: Annotated[str | None, typer.Option(help="A zone of the region.")] = None,
-    preemptible: Annotated[
-        bool, typer.Option("--preemptible/--on-demand", help="Accept a machine that can be taken away.")
-    ] = True,
-    image: Annotated[str | None, typer.Option(help="Container image, in place of this folder.")] = None,
-    retries: Annotated[int, typer.Option(help="Number of failed attempts that are tried again.")] = 0,
-    preemption_retries: Annotated[int, typer.Option(help="Number of preempted attempts that are tried again.")] = 100,
+    command: Annotated[tuple[str, ...], Parameter(help="Program and arguments, such as -- python script.py.")],
+    /,
+    *,
+    options: SubmitOptions = SubmitOptions(),
+    place: PlaceOptions = PlaceOptions(),
+    machine: MachineOptions = MachineOptions(),
 ) -> None:
     """Run a program as a job with this folder's code; exit code 0, 1 if it failed, 2 infrastructure, 3 bad input."""
-    from flows.cli.options.jobs import SubmitOptions, client_of, request_of
-    from flows.console.job_following import follow
-
-    if auto_stop and not wait:
+    auto_stop = options.auto_stop
+    if auto_stop and not options.wait:
         raise BadInput(
             expected="--auto-stop while this command waits, or --no-wait", found="both", remedy="Omit either."
         )
-    options = SubmitOptions(
-        command=tuple(command),
-        name=name,
-        cpu=cpu,
-        ram=ram,
-        disk=disk,
-        gpu=gpu,
-        tpu=tpu,
-        replicas=replicas,
-        regions=tuple(region or ()),
-        zone=zone,
-        preemptible=preemptible,
-        image=image,
-        pip=tuple(pip or ()),
-        extras=tuple(extra or ()),
-        variables=tuple(env or ()),
-        retries=retries,
-        preemption_retries=preemption_retries,
-        outlives_parent=not auto_stop,
-    )
-    request = request_of(options, workspace=Path.cwd())
-    client = client_of(backend=backend, cluster=cluster)
+    request = request_of(command, options, machine, workspace=Path.cwd())
+    client = place.client()
     try:
         job = client.submit(request)
     except KeyboardInterrupt:
-        _note("Interrupted while the job was being submitted. assay jobs list   shows whether it is there")
-        raise typer.Exit(130) from None
-    if not wait:
-        OUT.print(job.job_id, highlight=False, soft_wrap=True)
+        note("Interrupted while the job was being submitted. assay jobs list   shows whether it is there")
+        raise SystemExit(130) from None
+    if not options.wait:
+        say(job.job_id)
         return
-    _note(f"{job.job_id} on {client.description}")
-    place = f" --cluster {cluster}" if cluster else f" --backend {backend}" if backend else ""
-    goes_on = f"{job.job_id} goes on. assay jobs logs -f {job.job_id}{place}   comes back to it"
+    note(f"{job.job_id} on {client.description}")
+    where = f" --cluster {place.cluster}" if place.cluster else f" --backend {place.backend}" if place.backend else ""
+    goes_on = f"{job.job_id} goes on. assay jobs logs -f {job.job_id}{where}   comes back to it"
     try:
-        details = follow(job, replicas=range(request.replica_count), write=write, note=_note)
+        details = follow(job, replicas=range(request.replica_count), write=write, note=note)
     except BackendUnavailable:
         if not auto_stop:
-            _note(goes_on)
+            note(goes_on)
         raise
     except (KeyboardInterrupt, SystemExit) as ended:
         if auto_stop:
-            _note(f"Ending {job.job_id} …")
+            note(f"Ending {job.job_id} …")
             job.terminate()
         else:
-            _note(goes_on)
-        raise typer.Exit(130 if isinstance(ended, KeyboardInterrupt) else int(ended.code or 0)) from None
+            note(goes_on)
+        raise SystemExit(130 if isinstance(ended, KeyboardInterrupt) else int(ended.code or 0)) from None
     _end_with(details)
 
 
-@jobs_app.command("list")
 def jobs_list(
-    backend: _Backend = None,
-    cluster: _Cluster = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of jobs to show, the newest first.")] = 20,
+    job_id: Annotated[str | None, Parameter(help="Id of a job, to be shown alone.")] = None,
+    /,
+    *,
+    place: PlaceOptions = PlaceOptions(),
+    lines: Annotated[int, Parameter(("--lines", "-n"))] = 20,
     as_json: Json = False,
 ) -> None:
-    """Show the jobs that are running or that the backend still remembers."""
-    from flows.cli.options.jobs import client_of
+    """Show the jobs that are running or that the backend still remembers, or a job with its reason.
 
-    jobs = client_of(backend=backend, cluster=cluster).jobs()[:lines]
+    Args:
+        lines: Number of jobs to show, the newest first.
+    """
+    client = place.client()
+    if job_id is not None:
+        details = client.attach(job_id).details()
+        if as_json:
+            print_json(asdict(details))
+            return
+        table = Table(show_header=False, box=None)
+        for label, value in asdict(details).items():
+            shown = _when(details.submitted_at) if label == "submitted_at" else str(value if value is not None else "–")
+            table.add_row(label.replace("_", " "), Text(shown))
+        OUT.print(table)
+        return
+    jobs = client.jobs()[:lines]
     if as_json:
         print_json([asdict(job) for job in jobs])
         return
@@ -135,79 +158,114 @@ def jobs_list(
     OUT.print(table if jobs else "No job is remembered there.")
 
 
-@jobs_app.command("status")
-def jobs_status(job_id: _JobId, backend: _Backend = None, cluster: _Cluster = None, as_json: Json = False) -> None:
-    """Show the state of a job, and its reason."""
-    from flows.cli.options.jobs import client_of
-
-    details = client_of(backend=backend, cluster=cluster).attach(job_id).details()
-    if as_json:
-        print_json(asdict(details))
-        return
-    table = Table(show_header=False, box=None)
-    for label, value in asdict(details).items():
-        shown = _when(details.submitted_at) if label == "submitted_at" else str(value if value is not None else "–")
-        table.add_row(label.replace("_", " "), Text(shown))
-    OUT.print(table)
-
-
-@jobs_app.command("logs")
 def jobs_logs(
     job_id: _JobId,
-    backend: _Backend = None,
-    cluster: _Cluster = None,
-    follow_: Annotated[
-        bool, typer.Option("--follow", "-f", help="All of it, until the job ends, with its exit code.")
-    ] = False,
-    replica: Annotated[int | None, typer.Option(help="Index of a replica; all when left out.")] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines to show; with -f all.")] = 200,
+    /,
+    *,
+    place: PlaceOptions = PlaceOptions(),
+    follow_: _Follow = False,
+    replica: int | None = None,
+    lines: Annotated[int, Parameter(("--lines", "-n"))] = 200,
 ) -> None:
-    """Show the log of a job."""
-    from flows.cli.options.jobs import client_of
-    from flows.console.job_following import follow
+    """Show the log of a job.
 
-    job = client_of(backend=backend, cluster=cluster).attach(job_id)
+    Args:
+        replica: Index of a replica; all when left out.
+        lines: Number of last lines to show; with -f all.
+    """
+    job = place.client().attach(job_id)
     if not follow_:
         text = job.logs(lines, replica=replica)
         write(f"{text}\n" if text else "")
         return
     replicas = [replica] if replica is not None else range(job.details().replicas or 1)
-    details = follow(job, replicas=replicas, write=write, note=_note)
-    _end_with(details)
+    _end_with(follow(job, replicas=replicas, write=write, note=note))
 
 
-@jobs_app.command("stop")
 def jobs_stop(
-    job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs.")],
-    backend: _Backend = None,
-    cluster: _Cluster = None,
+    job_ids: Annotated[tuple[str, ...], Parameter(help="Ids of jobs.")],
+    /,
+    *,
+    place: PlaceOptions = PlaceOptions(),
 ) -> None:
     """End jobs with all their processes."""
-    from flows.cli.options.jobs import client_of
-    from flows.console.job_following import ending_of
-
-    client = client_of(backend=backend, cluster=cluster)
+    client = place.client()
     for job in [client.attach(job_id) for job_id in job_ids]:
         job.terminate()
-        OUT.print(ending_of(job.details()), highlight=False, markup=False, soft_wrap=True)
+        say(ending_of(job.details()))
+
+
+def request_of(
+    command: tuple[str, ...], options: SubmitOptions, machine: MachineOptions, *, workspace: Path
+) -> JobRequest:
+    """Returns the job for the options, with the code of `workspace`."""
+    program, *arguments = command
+    asked = {**resources_asked(machine, cores=None), "replicas": options.replicas}
+    resources = build_config(asked, ResourceConfig, source="the options")
+    if machine.region:
+        regions_for(resources)
+    return JobRequest(
+        options.name or job_name(command),
+        Entrypoint.from_binary(program, arguments),
+        resources=resources,
+        environment=create_environment(
+            workspace=None if machine.image else workspace,
+            docker_image=machine.image,
+            pip_packages=options.pip,
+            extras=[extra for entry in options.extra for extra in entry.split(",") if extra],
+            env_vars=dict(_variable(variable) for variable in options.env),
+        ),
+        max_retries_failure=options.retries,
+        max_retries_preemption=options.preemption_retries,
+        outlives_parent=not options.auto_stop,
+    )
+
+
+def job_name(command: tuple[str, ...]) -> str:
+    """Returns a job name for a command: its first script's, else its program's."""
+    scripts = [argument for argument in command[1:] if argument.endswith((".py", ".sh"))]
+    stem = Path(scripts[0] if scripts else command[0]).stem
+    return _NOT_IN_NAMES.sub("-", stem).strip("-._")[:60] or "job"
+
+
+def _address_of(cluster: str) -> str:
+    if cluster == LOCAL:
+        return local_cluster().address
+    region = known_regions().named(cluster)
+    if region.backend_url:
+        return region.backend_url
+    raise BadInput(
+        expected=f"ray_address or iris_address of {region.name} in the regions file",
+        found="neither",
+        remedy=f"{where_to_write(region.name, ADDRESS_LINE)}; or run assay cluster status {region.name} --forward in "
+        "another terminal and submit with --backend ray://127.0.0.1:10001",
+    )
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, given, value = text.partition("=")
+    if name and given:
+        return name, value
+    inherited = variable(name) if name else None
+    if inherited is None:
+        raise BadInput(
+            expected="-e KEY=VALUE, or -e KEY with KEY set here",
+            found=f"-e {text}" + ("" if given else ", and it is not set"),
+            remedy="Give the value, or export the variable before.",
+        )
+    return name, inherited
 
 
 def _end_with(details: JobDetails) -> None:
-    from flows.console.job_following import ending_of, is_lost
-
     if is_lost(details):
         raise JobFailed(
             expected=f"job {details.job_id} to run to its end",
             found=ending_of(details),
             remedy="Submit it again; with --preemption-retries it is started again by itself.",
         )
-    _note(ending_of(details))
-    raise typer.Exit(0 if details.status is JobStatus.SUCCEEDED else 1)
+    note(ending_of(details))
+    raise SystemExit(0 if details.status is JobStatus.SUCCEEDED else 1)
 
 
 def _when(seconds: float | None) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
-
-
-def _note(text: str) -> None:
-    ERR.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

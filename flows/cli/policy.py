@@ -1,190 +1,202 @@
-"""The commands about policies: `assay plan`, `gaps`, `status`, `retry`, `cancel`, `reconcile` and `alerts`."""
+"""The commands about the cells of a policy: `assay status`, `retry`, `cancel`, `reconcile` and `alerts`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter, validators
+from rich.console import Group
+from rich.live import Live
 
-from flows.cli.gate import GateOptions, gate_of, show_verdict, write_summaries
-from flows.cli.options.groups import flattened
-from flows.console.console import ERR, OUT, Json, print_json
+from flows.cli.gate import GateOptions, show_verdict, write_summaries
+from flows.console.console import ERR, OUT, Json, print_json, say
+from flows.console.live import live_view
+from resources.errors import AssayError, BadInput
+from resources.storage import storage
+from tasks.checkpoints.run_snapshot import expand_runs
+from tasks.errors import PrefectUnavailable
+from tasks.policies.batches import Batch
+from tasks.policies.policy import Policy, own_gate
+from tasks.policies.reconciliation import Reconciliation, RunListing
+from tasks.policies.reconciliation import reconcile as decide
+from tasks.policies.snapshot import Estimates, run_folder, take_snapshot
+from tasks.policies.views import cost_lines, gaps_json, gaps_table, plan_json, plan_table, status_json, status_tables
+from tasks.prefect_server.progress import Event, Judged, Notice, Raised, Update, listening
+from tasks.records.record import find_records, read_records
+from tasks.records.verdicts import Verdict
+from tasks.reports.artifacts import REPORT_NAME
+from tasks.reports.page import write_report
+from tasks.spec.loading import load_config
+from tasks.spec.names import how_many, name_of
+from tasks.verdicts.alert_files import acknowledge as write_acknowledgement
+from tasks.verdicts.alert_files import alerts_table, list_alerts
+from tasks.verdicts.alert_files import chosen as chosen_alerts
 
-if TYPE_CHECKING:
-    from tasks.policies.batches import Batch
-    from tasks.policies.policy import Policy
-    from tasks.policies.reconciliation import Reconciliation, RunListing
-
-_Policy = Annotated[str, typer.Argument(help="YAML file with a policy.", metavar="POLICY")]
-_Cells = Annotated[
-    list[str] | None, typer.Option("--cell", help="CHECKPOINT or CHECKPOINT:SUITE, names or patterns; repeatable.")
-]
-_NoIndex = Annotated[bool, typer.Option("--no-index", help="Read every record, without the index.")]
-
-
-def plan(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> None:
-    """Show the cells that a policy would run now, in order, with their location and expected time and cost."""
-    from tasks.policies.snapshot import Estimates
-    from tasks.policies.views import plan_json, plan_table
-
-    loaded_policy, listings, state = _snapshot(policy, use_index=not no_index)
-    batches = _batches(loaded_policy, listings, state)
-    estimates = Estimates(listings, batches if loaded_policy.dispatch == "work_pools" else None)
-    if as_json:
-        print_json(plan_json(loaded_policy, state, estimates, batches))
-        return
-    if state.work:
-        OUT.print(plan_table(loaded_policy, state, estimates))
-        for line in estimates.together(state.work).lines():
-            OUT.print(f"{line[:1].upper()}{line[1:]}", highlight=False, markup=False, soft_wrap=True)
-    for batch in batches:
-        OUT.print(batch.described(), highlight=False, markup=False, soft_wrap=True)
-    OUT.print(_summary(state), highlight=False)
-
-
-def gaps(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> None:
-    """Show the cells of a policy without a result, and why."""
-    from tasks.policies.views import gaps_json, gaps_table
-
-    loaded_policy, _, state = _snapshot(policy, use_index=not no_index)
-    if as_json:
-        print_json(gaps_json(loaded_policy, state))
-        return
-    if state.work or state.others:
-        OUT.print(gaps_table(state))
-    OUT.print(_summary(state), highlight=False)
+PolicyFile = Annotated[str, Parameter(help="YAML file with a policy.")]
+_Cells = Annotated[tuple[str, ...], Parameter(help="CHECKPOINT or CHECKPOINT:SUITE, names or patterns; repeatable.")]
 
 
 def status(
-    policy: _Policy,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again as it changes, until Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.2)] = 5.0,
-    no_index: _NoIndex = False,
+    policy: PolicyFile,
+    /,
+    *,
+    plan: bool = False,
+    gaps: bool = False,
+    watch: bool = False,
+    every: Annotated[float, Parameter(validator=validators.Number(gte=0.2))] = 5.0,
+    no_index: bool = False,
     as_json: Json = False,
 ) -> None:
-    """Show the progress of each suite of a policy by checkpoint, the verdicts of its own gate, and the cost."""
-    from rich.console import Group
-    from rich.live import Live
+    """Show the progress of each suite of a policy by checkpoint, the verdicts of its own gate, and the cost.
 
-    from tasks.policies.gate import verdict_words
-    from tasks.policies.policy import own_gate
-    from tasks.policies.views import cost_lines, status_json, status_tables
-
-    def look() -> tuple[dict[str, Any], Reconciliation]:
-        loaded_policy, listings, state = _snapshot(policy, use_index=not no_index)
-        judged_by = own_gate(loaded_policy)
-        verdicts = judged_by and {each.name: verdict_words(judged_by, loaded_policy, each) for each in listings}
-        return status_json(loaded_policy, listings, state, verdicts), state
-
-    def look_now() -> Group:
-        content, state = look()
-        return Group(*status_tables(content), *cost_lines(content["cost"]), _summary(state))
-
+    Args:
+        plan: The cells that it would run now instead, in order, with their location and expected time and cost.
+        gaps: The cells without a result instead, and why.
+        watch: Show it again as it changes, until Ctrl-C.
+        every: Seconds between two looks of --watch.
+        no_index: Read every record, without the index.
+    """
+    if plan + gaps + watch > 1:
+        raise BadInput(expected="one of --plan, --gaps and --watch", found="several", remedy="keep one of them")
     if as_json:
-        print_json(look()[0])
+        print_json(_content(policy, plan=plan, gaps=gaps, use_index=not no_index))
+    elif plan:
+        _show_plan(policy, use_index=not no_index)
+    elif gaps:
+        _, _, state = _snapshot(policy, use_index=not no_index)
+        if state.work or state.others:
+            OUT.print(gaps_table(state))
+        say(_summary(state))
     elif watch:
-        with Live(look_now(), console=OUT, auto_refresh=False) as live:
+        with Live(_progress(policy, use_index=not no_index), console=OUT, auto_refresh=False) as live:
             while True:
                 time.sleep(every)
-                live.update(look_now(), refresh=True)
+                live.update(_progress(policy, use_index=not no_index), refresh=True)
     else:
-        OUT.print(look_now(), highlight=False)
+        OUT.print(_progress(policy, use_index=not no_index), highlight=False)
 
 
-def retry(
-    policy: _Policy,
-    cell: _Cells = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Only what failed, not what was cancelled.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Retry cells that failed or were cancelled; no record is removed."""
-    from tasks.policies.actions import chosen
-    from tasks.policies.actions import retry as clear
-    from tasks.spec.names import how_many
+def _content(uri: str, *, plan: bool, gaps: bool, use_index: bool) -> dict[str, Any]:
+    policy, listings, state = _snapshot(uri, use_index=use_index)
+    if gaps:
+        return gaps_json(policy, state)
+    if plan:
+        batches = _batches(policy, listings, state)
+        return plan_json(policy, state, _estimates(policy, listings, batches), batches)
+    return _status_content(policy, listings, state)
+
+
+def _show_plan(uri: str, *, use_index: bool) -> None:
+    policy, listings, state = _snapshot(uri, use_index=use_index)
+    batches = _batches(policy, listings, state)
+    estimates = _estimates(policy, listings, batches)
+    if state.work:
+        OUT.print(plan_table(policy, state, estimates))
+        say(*(f"{line[:1].upper()}{line[1:]}" for line in estimates.together(state.work).lines()))
+    say(*(batch.described() for batch in batches), _summary(state))
+
+
+def _estimates(policy: Policy, listings: list[RunListing], batches: list[Batch]) -> Estimates:
+    return Estimates(listings, batches if policy.dispatch == "work_pools" else None)
+
+
+def _status_content(policy: Policy, listings: list[RunListing], state: Reconciliation) -> dict[str, Any]:
+    verdicts = None
+    if (gate := own_gate(policy)) is not None:
+        from tasks.policies.gate import verdict_words  # with Prefect
+
+        verdicts = {each.name: verdict_words(gate, policy, each) for each in listings}
+    return status_json(policy, listings, state, verdicts)
+
+
+def _progress(uri: str, *, use_index: bool) -> Group:
+    policy, listings, state = _snapshot(uri, use_index=use_index)
+    content = _status_content(policy, listings, state)
+    return Group(*status_tables(content), *cost_lines(content["cost"]), _summary(state))
+
+
+def retry(policy: PolicyFile, /, *, cell: _Cells = (), failed: bool = False, as_json: Json = False) -> None:
+    """Retry cells that failed or were cancelled; no record is removed.
+
+    Args:
+        failed: Only what failed, not what was cancelled.
+    """
+    from tasks.policies import actions  # with Prefect, which takes seconds
 
     loaded_policy, _, state = _snapshot(policy, use_index=False)
-    meant = clear(loaded_policy, state, cells=chosen(state, cell) if cell else None, failed=failed)
+    cells = actions.chosen(state, cell) if cell else None
+    meant = actions.retry(loaded_policy, state, cells=cells, failed=failed)
     if as_json:
         print_json({"policy": loaded_policy.name, "cells": [retried.title for retried in meant]})
         return
-    for retried in meant:
-        OUT.print(f"{retried.title}: {retried.reason or retried.state}", highlight=False, markup=False, soft_wrap=True)
-    OUT.print(f"{how_many(len(meant), 'cell')} may be tried again.", highlight=False)
+    say(*(f"{retried.title}: {retried.reason or retried.state}" for retried in meant))
+    say(f"{how_many(len(meant), 'cell')} may be tried again.")
 
 
-def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
+def cancel(policy: PolicyFile, /, *, cell: _Cells = (), as_json: Json = False) -> None:
     """Cancel the running cells of a policy, or some of them; they do not start again until assay retry."""
-    from tasks.policies.actions import cancel as stop
-    from tasks.policies.actions import chosen
-    from tasks.spec.names import how_many
+    from tasks.policies import actions
 
     loaded_policy, listings, state = _snapshot(policy, use_index=False)
-    claims, flow_runs = stop(loaded_policy, listings, cells=chosen(state, cell) if cell else None)
+    cells = actions.chosen(state, cell) if cell else None
+    claims, flow_runs = actions.cancel(loaded_policy, listings, cells=cells)
     if as_json:
         print_json({"policy": loaded_policy.name, "claims_ended": claims, "flow_runs_cancelled": flow_runs})
         return
     running = f"{how_many(claims, 'cell')} {'was' if claims == 1 else 'were'} being evaluated"
-    OUT.print(f"Stopped. {running}, to end now and publish nothing.", highlight=False)
-    OUT.print("assay retry lets them begin again.", highlight=False)
+    say(f"Stopped. {running}, to end now and publish nothing.", "assay retry lets them begin again.")
 
 
 def alerts(
     where: Annotated[
-        str, typer.Argument(help="YAML file with a policy, or folder given as --output to evaluate.", metavar="WHERE")
+        str, Parameter(help="YAML file with a policy, or folder given as --output to evaluate.")
     ] = "evaluations",
-    acknowledge: Annotated[
-        list[str] | None,
-        typer.Option("--acknowledge", help="Id of an alert, or its beginning, that is not to be open; repeatable."),
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Acknowledge all that are open.")] = False,
-    note: Annotated[str | None, typer.Option(help="A few words about what is acknowledged.")] = None,
+    /,
+    *,
+    acknowledge: tuple[str, ...] = (),
+    every: Annotated[bool, Parameter("--all")] = False,
+    note: str | None = None,
     as_json: Json = False,
 ) -> None:
     """List scores that left the curves of their runs, open alerts first, or acknowledge them.
 
     The exit code is 0, with or without open alerts.
-    """
-    from resources.errors import BadInput
-    from tasks.verdicts.alert_files import acknowledge as write
-    from tasks.verdicts.alert_files import alerts_table, chosen, list_alerts
 
+    Args:
+        acknowledge: Id of an alert, or its beginning, that is not to be open; repeatable.
+        every: Acknowledge all that are open.
+        note: A few words about what is acknowledged.
+    """
     if note is not None and not (acknowledge or every):
         raise BadInput(expected="--acknowledge ID or --all with --note", found="neither", remedy="name the alerts")
     folders = _record_folders(where)
     listed = list_alerts(folders)
-    meant = [*chosen(listed, acknowledge or ()), *(each for each in listed if every and each.state == "open")]
+    meant = [*chosen_alerts(listed, acknowledge), *(each for each in listed if every and each.state == "open")]
     for each in meant:
-        write(each.run_folder, each.alert, note=note)
+        write_acknowledgement(each.run_folder, each.alert, note=note)
     if meant:
         _rewrite_reports({each.run_folder for each in meant})
         listed = list_alerts(folders)
     if as_json:
         print_json([each.as_dict() for each in listed])
-    elif listed:
-        OUT.print(alerts_table(listed))
     else:
-        OUT.print("No alerts.")
+        OUT.print(alerts_table(listed) if listed else "No alerts.")
 
 
-@flattened
-def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> None:
+def reconcile(policy: PolicyFile, /, *, gating: GateOptions = GateOptions(), as_json: Json = False) -> None:
     """Evaluate the pending cells of a policy; cells that another run has claimed are left to it.
 
     With --gate each run is judged at the end, including results of other evaluations; without, the policy's own gate
     judges the checkpoints it has not judged yet. Exit code 0 is GO, 1 is NO-GO.
     """
-    from flows.console.live import live_view
-    from flows.reconcile import load_policy, reconcile_policy
-    from resources.errors import AssayError
+    from flows.reconcile import reconcile_policy
     from tasks.prefect_server.client import readable_prefect_errors, require_server
-    from tasks.prefect_server.progress import Event, Judged, Notice, Raised, Update, listening
-    from tasks.records.verdicts import Verdict
-    from tasks.spec.names import how_many
 
-    loaded_policy, judged_by = load_policy(policy), gate_of(gating)
-    if loaded_policy.dispatch == "work_pools":
+    loaded_policy, gate = load_config(policy, Policy), gating.loaded()
+    elsewhere = loaded_policy.dispatch == "work_pools"
+    if elsewhere:
         require_server()
     verdicts: list[Verdict] = []
     alert_lines: list[str] = []
@@ -197,52 +209,41 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
                 verdicts.append(update.verdict)
             elif isinstance(update, Raised):
                 alert_lines.append(update.text)
-            if isinstance(update, Notice):
-                show(update)
-            elif isinstance(update, Event) and loaded_policy.dispatch == "work_pools":  # with prices: none is skipped
-                ERR.print(update.text, markup=False, highlight=False, soft_wrap=True)
+            if isinstance(update, Event) and not isinstance(update, Notice) and elsewhere:  # prices: none is skipped
+                say(update.text, to=ERR)
             else:
                 show(update)
 
         with listening(take):
             try:
                 with readable_prefect_errors():
-                    outcome = reconcile_policy(loaded_policy, judged_by)
+                    outcome = reconcile_policy(loaded_policy, gate)
             except AssayError as raised:
                 error = raised
     write_summaries(verdicts, gating.summary)
-    gated = judged_by is not None or loaded_policy.gate is not None
-    judged = {"gate": [verdict.as_dict() for verdict in verdicts]} if gated else {}
     if as_json:
+        gated = gate is not None or loaded_policy.gate is not None
+        judged = {"gate": [verdict.as_dict() for verdict in verdicts]} if gated else {}
         print_json({"policy": loaded_policy.name, **outcome, **({"error": str(error)} if error else {}), **judged})
     else:
-        for alert in alert_lines:
-            OUT.print(alert, soft_wrap=True, highlight=False, markup=False)
+        say(*alert_lines)
         for verdict in verdicts:
             show_verdict(verdict)
     if error is not None:
         raise error
     if as_json:
         return
-    if loaded_policy.dispatch == "work_pools":
-        sent = f"Sent {how_many(outcome['scheduled'], 'cell')} to work pools, {outcome['done_before']:,} done before."
-        OUT.print(f"{sent} `assay status` shows them.", highlight=False)
+    done = f"{outcome['done_before']:,}"
+    if elsewhere:
+        sent = how_many(outcome["scheduled"], "cell")
+        say(f"Sent {sent} to work pools, {done} done before. `assay status` shows them.")
         return
-    evaluated, left = outcome["succeeded"], outcome["left_to_others"]
-    others = f", {left} left to other runs" if left else ""
+    others = f", {left} left to other runs" if (left := outcome["left_to_others"]) else ""
     decided = f", decided {early} early" if (early := outcome["decided_early"]) else ""
-    OUT.print(f"Evaluated {evaluated}{decided}{others}; {outcome['done_before']:,} were done before.", highlight=False)
+    say(f"Evaluated {outcome['succeeded']}{decided}{others}; {done} were done before.")
 
 
 def _record_folders(where: str) -> list[str]:
-    from resources.errors import BadInput
-    from tasks.checkpoints.run_snapshot import expand_runs
-    from tasks.policies.policy import Policy
-    from tasks.policies.snapshot import run_folder
-    from tasks.records.record import find_records
-    from tasks.spec.loading import load_config
-    from tasks.spec.names import name_of
-
     if where.endswith((".yaml", ".yml", ".json")):
         policy = load_config(where, Policy)
         return [run_folder(policy, name_of(run)[0]) for run in expand_runs(policy.runs)]
@@ -256,11 +257,6 @@ def _record_folders(where: str) -> list[str]:
 
 
 def _rewrite_reports(run_folders: Iterable[str]) -> None:
-    from resources.storage import storage
-    from tasks.records.record import read_records
-    from tasks.reports.artifacts import REPORT_NAME
-    from tasks.reports.page import write_report
-
     for folder in run_folders:
         page = storage.join(folder, REPORT_NAME)
         if storage.exists(page):
@@ -269,11 +265,7 @@ def _rewrite_reports(run_folders: Iterable[str]) -> None:
 
 
 def _snapshot(uri: str, *, use_index: bool) -> tuple[Policy, list[RunListing], Reconciliation]:
-    from flows.reconcile import load_policy
-    from tasks.policies.reconciliation import reconcile as decide
-    from tasks.policies.snapshot import take_snapshot
-
-    policy = load_policy(uri)
+    policy = load_config(uri, Policy)
     listings = take_snapshot(policy, use_index=use_index)
     state = decide(listings, policy, now=time.time())
     if policy.dispatch == "work_pools":
@@ -282,8 +274,6 @@ def _snapshot(uri: str, *, use_index: bool) -> tuple[Policy, list[RunListing], R
 
 
 def _without_scheduled(policy: Policy, listings: list[RunListing], state: Reconciliation) -> Reconciliation:
-    from resources.errors import BadInput
-    from tasks.errors import PrefectUnavailable
     from tasks.policies.dispatched import read_dispatches, with_dispatches
     from tasks.prefect_server.client import require_server
 
@@ -291,7 +281,7 @@ def _without_scheduled(policy: Policy, listings: list[RunListing], state: Reconc
         require_server()
         sent = read_dispatches(policy)
     except (BadInput, PrefectUnavailable) as error:
-        ERR.print(f"The cells scheduled at work pools are not known: {error.found}.", markup=False, soft_wrap=True)
+        say(f"The cells scheduled at work pools are not known: {error.found}.", to=ERR)
         return state
     return with_dispatches(state, listings, sent, policy, now=time.time())
 
@@ -308,8 +298,6 @@ def _batches(policy: Policy, listings: list[RunListing], state: Reconciliation) 
 
 
 def _summary(state: Reconciliation) -> str:
-    from tasks.spec.names import how_many
-
     done, left_out = how_many(state.done_count, "cell"), state.left_out
     early = sum(cell.state == "decided_early" for cell in state.others)
     done += f" done, {early:,} decided early" if early else " done"

@@ -5,70 +5,85 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter
 from rich.table import Table
 
-from flows.cli.options.groups import EngineOptions, EvaluationOptions, MachineOptions, flattened, refuse_with_config
-from flows.console.console import ERR, OUT, Json, print_json, write
+from flows.cli.options.pools import PoolOptions, pool_content, refuse_with_config
+from flows.console.console import ERR, OUT, Json, print_json, say, write
+from pools.config import InferencePoolConfig
+from pools.engine.launch import Servable, environment_name
+from pools.pool.access import places
+from pools.pool.kept import KeptPool, KeptPoolState, access_to, job_of, keep_up, list_kept, take_down
 from pools.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE
+from pools.weights.model_files import digest_model_folder
+from resources.backends.current import current_client
+from resources.config import ResourceConfig
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput
+from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.checkpoints.discovery import complete_among, find_checkpoints
+from tasks.prefect_server.progress import Event, Update, listening
+from tasks.spec.loading import build_config, load_config
 
-if TYPE_CHECKING:
-    from pools.config import InferencePoolConfig
-    from pools.pool.kept import KeptPool, KeptPoolState
-    from resources.config import ResourceConfig
-    from tasks.checkpoints.discovery import Checkpoint
-
-pool_app = typer.Typer(help="Keep a pool of warm engines up between evaluations.", no_args_is_help=True)
+_Name = Annotated[str, Parameter(help="Name or address of the pool.")]
 
 
-@pool_app.command("up")
-@flattened
 def pool_up(
     *,
-    model: Annotated[
-        str | None, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.", show_default=False)
-    ] = None,
-    config: Annotated[
-        str | None, typer.Option(help="YAML file with an InferencePoolConfig that has model.path, in place of options.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the pool; the run's when left out.")] = None,
-    run_name: Annotated[str | None, typer.Option(help="Name of the run, with which its checkpoints' begin.")] = None,
-    engines: EngineOptions,
-    machine: MachineOptions,
-    idle_minutes: Annotated[float, typer.Option(help="Ends by itself after so long without a user.")] = 60.0,
-    longest_wait: Annotated[
-        float | None,
-        typer.Option(help="Longest wait of a model, in seconds, while others keep every engine busy; else 60."),
-    ] = None,
+    model: str | None = None,
+    config: str | None = None,
+    name: str | None = None,
+    run_name: str | None = None,
+    engines: PoolOptions = PoolOptions(),
+    idle_minutes: float = 60.0,
+    longest_wait: float | None = None,
 ) -> None:
-    """Start a pool that stays up; any checkpoint of the run can be requested by name."""
-    options = EvaluationOptions(model=model, name=run_name, **asdict(engines), **asdict(machine))
-    from pools.pool.access import places
+    """Start a pool that stays up; any checkpoint of the run can be requested by name.
 
-    pool_config = _from_options(options, longest_wait) if config is None else _from_file(config, options, longest_wait)
+    Args:
+        model: A checkpoint, or a run that holds them as hf/step-N.
+        config: YAML file with an InferencePoolConfig that has model.path, in place of options.
+        name: Name of the pool; the run's when left out.
+        run_name: Name of the run, with which its checkpoints' begin.
+        idle_minutes: Ends by itself after so long without a user.
+        longest_wait: Longest wait of a model, in seconds, while others keep every engine busy; 60 when left out.
+    """
+    if config is not None:
+        alone = {"--model": model, "--run-name": run_name, "--longest-wait": longest_wait}
+        given = [option for option, value in alone.items() if value is not None]
+        refuse_with_config([*given, *engines.given()], "a pool")
+        pool_config = load_config(config, InferencePoolConfig)
+        if pool_config.model.path is None:
+            raise BadInput(
+                expected=f"model.path in {config}, a checkpoint or a run",
+                found="none",
+                remedy="write what it is to serve",
+            )
+    elif model is None:
+        raise BadInput(
+            expected="--model, or --config FILE", found="neither", remedy="for example: assay pool up --model runs/a"
+        )
+    else:
+        content = pool_content(engines, model=model, name=run_name)
+        content["model"]["path"] = model
+        if longest_wait is not None:
+            content["longest_wait_seconds"] = longest_wait
+        pool_config = build_config(content, InferencePoolConfig, source="the options")
     pool = start_pool(pool_config, pool_name=name, idle_minutes=idle_minutes)
-    OUT.print(f"{pool.name} is up at {pool.access.address.base_url}", highlight=False, soft_wrap=True)
-    OUT.print(
-        f"assay evaluate --pool {pool.name} …   evaluates on it\n"
-        f'eval "$(assay pool env {pool.name})"    lets any OpenAI client in this shell ask it\n'
-        f"assay pool down {pool.name}            ends it; without a user it ends after {idle_minutes:g} minutes\n"
+    say(
+        f"{pool.name} is up at {pool.access.address.base_url}",
+        f"assay evaluate --pool {pool.name} …   evaluates on it",
+        f'eval "$(assay pool env {pool.name})"    lets any OpenAI client in this shell ask it',
+        f"assay pool down {pool.name}            ends it; without a user it ends after {idle_minutes:g} minutes",
         f"It runs on {pool.place}, and is found by its name through {places()[0]}.",
-        highlight=False,
-        soft_wrap=True,
     )
 
 
-@pool_app.command("ls")
-def pool_ls(as_json: Json = False) -> None:
+def pool_ls(*, as_json: Json = False) -> None:
     """Show the pools that are kept up on this machine, or published in ASSAY_POOLS."""
-    from pools.pool.access import places
-    from pools.pool.kept import list_kept
-
     rows = [state_of(state) for state in list_kept()]
     if as_json:
         print_json(rows)
@@ -82,21 +97,17 @@ def pool_ls(as_json: Json = False) -> None:
     OUT.print(table if rows else f"No pool is kept up in {' or '.join(places())}.", soft_wrap=not rows)
     for row in rows:
         if row["state"] == "failed":
-            OUT.print(
-                f"{row['name']} has given up: {row['reason']}\nThe next request makes it try again.", markup=False
-            )
+            say(f"{row['name']} has given up: {row['reason']}", "The next request makes it try again.")
         elif row["reason"]:
-            OUT.print(f"{row['name']} is out of reach: {row['reason']}", markup=False)
+            say(f"{row['name']} is out of reach: {row['reason']}")
 
 
-@pool_app.command("env")
-def pool_env(
-    name: Annotated[str, typer.Argument(help="Name or address of the pool.")],
-    admin: Annotated[bool, typer.Option("--admin", help="Its admin key too, for evaluations that bring more.")] = False,
-) -> None:
-    """Print variables for OpenAI clients of a pool, and for evaluations by its address, including its key."""
-    from pools.pool.kept import access_to
+def pool_env(name: _Name, /, *, admin: bool = False) -> None:
+    """Print variables for OpenAI clients of a pool, and for evaluations by its address, including its key.
 
+    Args:
+        admin: Its admin key too, for evaluations that bring more.
+    """
     access = access_to(name)
     key = access.key.get_secret_value()
     variables = {"OPENAI_BASE_URL": access.address.base_url, "OPENAI_API_KEY": key, POOL_KEY_VARIABLE: key}
@@ -105,65 +116,24 @@ def pool_env(
     write("".join(f"export {variable}={value}\n" for variable, value in variables.items()))
 
 
-@pool_app.command("logs")
-def pool_logs(
-    name: Annotated[str, typer.Argument(help="Name of the pool.")],
-    lines: Annotated[int, typer.Option(help="Number of lines.")] = 200,
-) -> None:
-    """Print the log of the job that keeps a pool up, from any machine with access to its backend."""
-    from pools.pool.kept import job_of
+def pool_logs(name: _Name, /, *, lines: int = 200) -> None:
+    """Print the log of the job that keeps a pool up, from any machine with access to its backend.
 
+    Args:
+        lines: Number of lines.
+    """
     job = job_of(name)
     write(job.logs(lines) if job is not None else "")
 
 
-@pool_app.command("down")
-def pool_down(name: Annotated[str, typer.Argument(help="Name of the pool.")]) -> None:
+def pool_down(name: _Name, /) -> None:
     """End a pool with all its processes, even if it is in use, from any machine with access to its backend."""
-    from pools.pool.kept import take_down
-
     take_down(name)
-    OUT.print(f"{name} is down.", highlight=False)
-
-
-def _from_options(options: EvaluationOptions, longest_wait_seconds: float | None) -> InferencePoolConfig:
-    from flows.cli.options.evaluations import pool_content
-    from pools.config import InferencePoolConfig
-    from tasks.spec.loading import build_config
-
-    if options.model is None:
-        raise BadInput(
-            expected="--model, or --config FILE", found="neither", remedy="for example: assay pool up --model runs/a"
-        )
-    content = pool_content(options)
-    content["model"]["path"] = options.model
-    if longest_wait_seconds is not None:
-        content["longest_wait_seconds"] = longest_wait_seconds
-    return build_config(content, InferencePoolConfig, source="the options")
-
-
-def _from_file(uri: str, options: EvaluationOptions, longest_wait_seconds: float | None) -> InferencePoolConfig:
-    from pools.config import InferencePoolConfig
-    from tasks.spec.loading import load_config
-
-    given = [*options.given(), *(["--longest-wait"] if longest_wait_seconds is not None else [])]
-    refuse_with_config(given, "a pool")
-    config = load_config(uri, InferencePoolConfig)
-    if config.model.path is None:
-        raise BadInput(
-            expected=f"model.path in {uri}, a checkpoint or a run", found="none", remedy="write what it is to serve"
-        )
-    return config
+    say(f"{name} is down.")
 
 
 def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minutes: float) -> KeptPool:
     """Keeps a pool up for every complete checkpoint at `model.path`; its engines start at the first request."""
-    from pools.engine.launch import Servable, environment_name
-    from pools.pool.kept import keep_up
-    from pools.weights.model_files import digest_model_folder
-    from resources.backends.current import current_client
-    from resources.environments.environments import ENVIRONMENTS, ensure_environment
-
     path, run_name = config.model.path, config.model.name
     assert path is not None
     model = config.model.model_copy(update={"path": None})  # users may add others
@@ -185,13 +155,13 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
         config.model_copy(update={"model": model}),
         checkpoints,
         idle_seconds=idle_minutes * 60,
-        reserved=accelerators_counted if counted else nullcontext,  # `accelerators_counted` imports Prefect
+        reserved=accelerators_counted if counted else nullcontext,
         variables=_server_variables() if counted else {},
     )
 
 
 def _server_variables() -> dict[str, str]:
-    from tasks.prefect_server.client import server_variables
+    from tasks.prefect_server.client import server_variables  # with Prefect, which takes seconds
 
     return server_variables()
 
@@ -199,8 +169,7 @@ def _server_variables() -> dict[str, str]:
 @contextmanager
 def accelerators_counted(resources: ResourceConfig) -> Iterator[None]:
     """Reserves a kept pool's share of the Prefect server's limit, and logs waits to the pool's log."""
-    from tasks.prefect_server.accelerators import accelerators_reserved
-    from tasks.prefect_server.progress import Event, Update, listening
+    from tasks.prefect_server.accelerators import accelerators_reserved  # with Prefect
 
     def note(update: Update) -> None:
         if isinstance(update, Event):
@@ -212,8 +181,6 @@ def accelerators_counted(resources: ResourceConfig) -> Iterator[None]:
 
 def checkpoints_to_serve(path: str) -> list[Checkpoint]:
     """Returns the complete checkpoints at a location; prints the others with their reasons."""
-    from tasks.checkpoints.discovery import complete_among, find_checkpoints
-
     shown = partial(ERR.print, highlight=False, markup=False, soft_wrap=True)
     return complete_among(find_checkpoints(path), path, on_left_out=shown)
 

@@ -1,175 +1,230 @@
-"""The commands about records: `assay records`, `assay compare`, `assay report` and `assay publish`."""
+"""`assay records`: recorded results as a table, in formats for other tools, or verified."""
 
 from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
 
-import typer
+from cyclopts import Parameter
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.options.exports import (
-    Developer,
-    Leaderboards,
-    Organization,
-    Samples,
-    eval_results,
-    form_to_write,
-    write_every_eval_ever,
-)
-from flows.console.console import ERR, OUT, PrintableConsole, print_json, say_rejected, write
+from flows.cli.options.pools import OptionGroup
+from flows.console.console import ERR, OUT, Json, PrintableConsole, print_json, say, say_rejected, write
 from resources.errors import BadInput
 from resources.storage import storage
-
-if TYPE_CHECKING:
-    from tasks.records.record import FoundRecord, Record
-    from tasks.records.search import RecordFilter
-    from tasks.reports.contamination import Split
-    from tasks.sinks.publishing import Published
+from tasks.errors import RecordsChanged
+from tasks.records.builds import read_qualifications
+from tasks.records.export import exported, form_of, measured_rows
+from tasks.records.questions.flags import FOLDER, read_flags
+from tasks.records.record import FoundRecord, Record, find_records
+from tasks.records.search import RecordFilter
+from tasks.records.verification import lost_cells, verified
+from tasks.reports.contamination import Split, splits_of
+from tasks.reports.page import results_table, rows_table
+from tasks.sinks.forms.every_eval_ever import Publisher, write_every_eval_ever
+from tasks.sinks.hugging_face import HuggingFaceSink, as_yaml, hub_entries
+from tasks.sinks.publishing import sinks_in
+from tasks.spec.names import how_many
 
 _FILE_WIDTH = 200  # characters of a table in a file
 
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-_Path = Annotated[str, typer.Argument(help="Folder given as --output to evaluate.")]
-_Evaluators = Annotated[list[str] | None, typer.Option("--evaluator", help="Evaluator; repeatable.")]
-_Benchmarks = Annotated[list[str] | None, typer.Option("--benchmark", help="Benchmark or pattern; repeatable.")]
-_Metrics = Annotated[list[str] | None, typer.Option("--metric", help="Metric or pattern; repeatable.")]
-_Adjustment = Literal["bh", "holm", "none"]
+Folder = Annotated[str, Parameter(help="Folder given as --output to evaluate.")]
+Format = Literal["table", "csv", "jsonl", "parquet", "every-eval-ever", "eval-results"]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class FilterOptions(OptionGroup):
+    """Benchmarks and evaluators of records."""
+
+    evaluator: tuple[str, ...] = ()
+    """Evaluator; repeatable."""
+    benchmark: tuple[str, ...] = ()
+    """Benchmark or pattern; repeatable."""
+
+    def filter(self, **others: Any) -> RecordFilter:
+        """Returns the filter for the options, checked."""
+        filters = RecordFilter(evaluators=self.evaluator, benchmarks=self.benchmark, **others)
+        filters.check()
+        return filters
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ExportOptions(OptionGroup):
+    """The format of records, and the file."""
+
+    format: str | None = None
+    """table, csv, jsonl, parquet, every-eval-ever or eval-results; by --output when left out."""
+    output: str | None = None
+    """File to write, here or in an object store; for every-eval-ever, a folder."""
+    organization: str | None = None
+    """For every-eval-ever: the organization that evaluated, as on the Hugging Face hub."""
+    developer: str | None = None
+    """For every-eval-ever: the organization that trained; the same when left out."""
+    samples: Annotated[bool, Parameter(negative="--no-samples")] = True
+    """For every-eval-ever: also what was asked and answered."""
+    sink: str | None = None
+    """For eval-results: YAML file with a hugging_face sink and its leaderboards."""
+
+    def form(self, *, as_json: bool) -> Format:
+        """Returns the requested format, else the format by the extension of the file's name, else a table."""
+        given, output = self.format, self.output
+        if as_json and (given is not None or output is not None):
+            raise BadInput(
+                expected="--json, or --format and --output",
+                found="both",
+                remedy="--format jsonl exports a line of JSON for each metric",
+            )
+        by_name = form_of(output) if output else None
+        if output is not None and by_name is None and given is None and not output.endswith(".txt"):
+            raise BadInput(
+                expected="--output that ends in .csv, .jsonl, .parquet or .txt, or a --format",
+                found=output,
+                remedy="--format table writes the table as text",
+            )
+        if given is not None and given not in get_args(Format):
+            raise BadInput(
+                expected=f"--format {', '.join(get_args(Format))}", found=given, remedy="choose one of these"
+            )
+        form: Format = given or by_name or "table"  # pyright: ignore[reportAssignmentType]  # it is one of them
+        if form in ("parquet", "every-eval-ever") and output is None:
+            example = "a file, such as --output results.parquet" if form == "parquet" else "a folder: --output exported"
+            raise BadInput(
+                expected=f"--output with --format {form}, which no terminal can show",
+                found="none",
+                remedy=f"name {example}",
+            )
+        return form
 
 
 def records(
-    path: _Path = "evaluations",
-    run: Annotated[list[str] | None, typer.Option("--run", help="Run or pattern; repeatable.")] = None,
-    steps: Annotated[str | None, typer.Option(help="Training step, or first:last; either may be left out.")] = None,
-    evaluator: _Evaluators = None,
-    benchmark: _Benchmarks = None,
-    metric: _Metrics = None,
-    status: Annotated[list[str] | None, typer.Option("--status", help="Status; repeatable.")] = None,
-    tag: Annotated[list[str] | None, typer.Option("--tag", help="Tag or pattern; repeatable.")] = None,
-    latest: Annotated[
-        bool | None,
-        typer.Option("--latest/--all", help="The newest record of each cell, or all, the default with --json."),
-    ] = None,
-    format_: Annotated[
-        str | None,
-        typer.Option(
-            "--format", help="table, csv, jsonl, parquet, every-eval-ever or eval-results; by --output when left out."
-        ),
-    ] = None,
-    output: Annotated[
-        str | None, typer.Option(help="File to write, here or in an object store; for every-eval-ever, a folder.")
-    ] = None,
-    organization: Organization = None,
-    developer: Developer = None,
-    samples: Samples = True,
-    sink: Leaderboards = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Find records and samples that were changed; exit code 1 if any.",
-        ),
-    ] = False,
-    contamination: Annotated[
-        bool,
-        typer.Option("--contamination", help="Show each score whole, over clean questions and over flagged questions."),
-    ] = False,
-    as_json: _Json = False,
+    path: Folder = "evaluations",
+    /,
+    *,
+    run: tuple[str, ...] = (),
+    steps: str | None = None,
+    filtering: FilterOptions = FilterOptions(),
+    metric: tuple[str, ...] = (),
+    status: tuple[str, ...] = (),
+    tag: tuple[str, ...] = (),
+    latest: Annotated[bool | None, Parameter(negative="--all")] = None,
+    exporting: ExportOptions = ExportOptions(),
+    verify: bool = False,
+    contamination: bool = False,
+    as_json: Json = False,
 ) -> None:
-    """Show recorded results, export them, or verify that they are unchanged."""
-    from tasks.records.builds import read_qualifications
-    from tasks.records.export import exported, measured_rows
-    from tasks.records.record import find_records
-    from tasks.records.search import RecordFilter
-    from tasks.reports.page import results_table, rows_table
-    from tasks.spec.names import how_many
+    """Show recorded results, export them, or verify that they are unchanged.
 
-    form = form_to_write(format_, output=output, as_json=as_json)
+    Args:
+        run: Run or pattern; repeatable.
+        steps: Training step, or first:last; either may be left out.
+        metric: Metric or pattern; repeatable.
+        status: Status; repeatable.
+        tag: Tag or pattern; repeatable.
+        latest: The newest record of each cell, or all, the default with --json.
+        verify: Find records and samples that were changed; exit code 1 if any.
+        contamination: Show each score whole, over clean questions and over flagged questions.
+    """
+    form = exporting.form(as_json=as_json)
     first, last = _step_range(steps)
-    filters = RecordFilter(
-        runs=tuple(run or ()),
+    filters = filtering.filter(
+        runs=run,
         first_step=first,
         last_step=last,
-        evaluators=tuple(evaluator or ()),
-        benchmarks=tuple(benchmark or ()),
-        metrics=tuple(metric or ()),
-        statuses=tuple(status or ()),
-        tags=tuple(tag or ()),
+        metrics=metric,
+        statuses=status,
+        tags=tag,
         latest=latest if latest is not None else not (as_json or verify),
     )
-    filters.check()
     rejected: dict[str, str] = {}
-    places = find_records(path, rejected=rejected)
-    every = [place.record for place in places]
-    records = filters.select(every)
-    meant = {id(record) for record in records}
-    chosen = [place for place in places if id(place.record) in meant]
+    every = find_records(path, rejected=rejected)
+    chosen = select(every, filters)
     if verify:
-        from tasks.records.verification import lost_cells
-
         rejected |= lost_cells(path)
-        if records or rejected:
+        if chosen or rejected:
             _verify(chosen, rejected, as_json=as_json)
             return
     say_rejected(rejected)
-    splits = _splits(records, path, filters) if contamination else []
-    if as_json and contamination:
-        print_json([row.as_row for row in splits])
-        return
+    meant = [item.record for item in chosen]
+    splits = _splits(meant, path, filters) if contamination else []
     if as_json:
-        print_json([json.loads(record.model_dump_json()) for record in records])
+        rows = [row.as_row for row in splits] if contamination else [_as_json(record) for record in meant]
+        print_json(rows)
         return
-    if not every or (form == "table" and not records):
-        raise BadInput(
-            expected=f"records below {path}" + (" that match" if every else ""),
-            found=f"none of {len(every):,}" if every else "none",
-            remedy="take back a filter" if every else "evaluate something, or name another folder",
-        )
+    if not every or (form == "table" and not chosen):
+        raise none_of(len(every), path)
     if form == "every-eval-ever":
-        assert output is not None, "refused without"
-        publisher = {"organization": organization, "developer": developer}
-        summary = write_every_eval_ever(chosen, output, filters=filters, samples=samples, **publisher)
-        ERR.print(summary, soft_wrap=True, highlight=False, markup=False)
+        say(_write_every_eval_ever(chosen, exporting, filters=filters), to=ERR)
         return
+    label = how_many(len(chosen), "record")
     if form == "eval-results":
-        _write(eval_results(chosen, sink, filters=filters), output, label=how_many(len(records), "record"))
-        return
-    if form != "table":
+        content = eval_results(chosen, exporting.sink, filters=filters)
+    elif form != "table":
         by_record: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
         for row in splits:
             by_record.setdefault(id(row.record), {})[row.metric.benchmark, row.metric.name] = row.columns
-        rows = list(measured_rows(records, filters=filters, splits_of=lambda record: by_record.get(id(record), {})))
-        label = f"{how_many(len(rows), 'row')} of {how_many(len(records), 'record')}"
-        _write(exported(rows, form=form), output, label=label)
+        rows = list(measured_rows(meant, filters=filters, splits_of=lambda record: by_record.get(id(record), {})))
+        content, label = exported(rows, form=form), f"{how_many(len(rows), 'row')} of {label}"
+    else:
+        table = _split_table(splits) if contamination else _table(meant, path, filters)
+        if exporting.output is None:
+            OUT.print(table)
+            return
+        page = PrintableConsole(file=io.StringIO(), width=_FILE_WIDTH)
+        page.print(table)
+        content = page.file.getvalue().encode()  # pyright: ignore[reportAttributeAccessIssue]  # a StringIO
+    if exporting.output is None:
+        write(content)
         return
-    table = (
-        _split_table(splits)
-        if contamination
-        else results_table(
-            records,
-            filters=filters,
-            parts=bool(filters.benchmarks),
-            qualifications=read_qualifications(path),
-        )
-        if filters.latest
-        else rows_table(row for row in measured_rows(records, filters=filters) if filters.metrics or not row["smooth"])
+    storage.write_bytes(exporting.output, content)
+    say(f"{label} in {exporting.output}", to=ERR)
+
+
+def recorded(path: str) -> list[FoundRecord]:
+    """Returns the records below a folder, and prints why others do not count; refuses a folder without a record."""
+    rejected: dict[str, str] = {}
+    every = find_records(path, rejected=rejected)
+    say_rejected(rejected)
+    if not every:
+        raise none_of(0, path)
+    return every
+
+
+def none_of(number: int, path: str, *, remedy: str = "take back a filter") -> BadInput:
+    """Returns the error for filters that match none of a number of records, or for a folder without records."""
+    return BadInput(
+        expected=f"records below {path}" + (" that match" if number else ""),
+        found=f"none of {number:,}" if number else "none",
+        remedy=remedy if number else "evaluate something, or name another folder",
     )
-    if output is None:
-        OUT.print(table)
-        return
-    page = PrintableConsole(file=io.StringIO(), width=_FILE_WIDTH)
-    page.print(table)
-    assert isinstance(page.file, io.StringIO)
-    _write(page.file.getvalue().encode(), output, label=how_many(len(records), "record"))
+
+
+def select(records: Sequence[FoundRecord], filters: RecordFilter) -> list[FoundRecord]:
+    """Returns the matching records in the given order."""
+    meant = {id(record) for record in filters.select([item.record for item in records])}
+    return [item for item in records if id(item.record) in meant]
+
+
+def _as_json(record: Record) -> Any:
+    return json.loads(record.model_dump_json())
+
+
+def _table(records: Sequence[Record], path: str, filters: RecordFilter) -> RenderableType:
+    if not filters.latest:
+        rows = measured_rows(records, filters=filters)
+        return rows_table(row for row in rows if filters.metrics or not row["smooth"])
+    qualifications = read_qualifications(path)
+    return results_table(records, filters=filters, parts=bool(filters.benchmarks), qualifications=qualifications)
 
 
 def _splits(records: Sequence[Record], path: str, filters: RecordFilter) -> list[Split]:
-    from tasks.records.questions.flags import FOLDER, read_flags
-    from tasks.reports.contamination import splits_of
-
     flags = read_flags(path)
     if not flags:
         raise BadInput(
@@ -189,30 +244,17 @@ def _split_table(rows: Sequence[Split]) -> Table:
 
 
 def _verify(places: Sequence[FoundRecord], rejected: Mapping[str, str], *, as_json: bool) -> None:
-    from collections import Counter
-
-    from tasks.errors import RecordsChanged
-    from tasks.records.verification import verified
-    from tasks.spec.names import how_many
-
     results = [verified(place) for place in places]
+    lost = [f"{cell}: {why}" for cell, why in rejected.items()]
     if as_json:
         rows = [result.as_row() for result in results]
-        rows += [{"cell": cell, "integrity": "changed", "findings": [why]} for cell, why in rejected.items()]
-        print_json(rows)
+        print_json(rows + [{"cell": cell, "integrity": "changed", "findings": [why]} for cell, why in rejected.items()])
     else:
-        for cell, why in rejected.items():
-            OUT.print(f"{cell}: {why}", soft_wrap=True, highlight=False, markup=False)
-        for result in results:
-            if result.findings:
-                OUT.print(f"{result.entry.cell_uri}: {result.words}", soft_wrap=True, highlight=False, markup=False)
+        say(*lost, *(f"{result.entry.cell_uri}: {result.words}" for result in results if result.findings))
         numbers = Counter(result.integrity for result in results)
         intact, unknown = how_many(numbers["intact"], "record"), numbers["unknown"]
-        changed = numbers["changed"] + len(rejected)
-        OUT.print(f"{intact} as written, {changed} changed, {unknown} not verifiable", highlight=False)
-    wrong = [result.words for result in results if result.integrity == "changed"]
-    wrong += [f"{cell}: {why}" for cell, why in rejected.items()]
-    if wrong:
+        say(f"{intact} as written, {numbers['changed'] + len(lost)} changed, {unknown} not verifiable")
+    if wrong := [*(result.words for result in results if result.integrity == "changed"), *lost]:
         raise RecordsChanged(
             expected=f"{how_many(len(results) + len(rejected), 'record')} as they were written",
             found=f"{len(wrong)} changed; the first: {wrong[0]}",
@@ -221,110 +263,71 @@ def _verify(places: Sequence[FoundRecord], rejected: Mapping[str, str], *, as_js
         )
 
 
-def compare(
-    first: Annotated[
-        str,
-        typer.Argument(help="A checkpoint: NAME, RUN@STEP, mean(RUN@STEPS), PATH:NAME or the folder of a record."),
-    ],
-    second: Annotated[str, typer.Argument(help="The checkpoint to compare with it.")],
-    path: Annotated[str, typer.Option(help="Folder given as --output to evaluate.")] = "evaluations",
-    evaluator: _Evaluators = None,
-    benchmark: _Benchmarks = None,
-    metric: _Metrics = None,
-    adjust: Annotated[str, typer.Option(help="For the number of tests: bh (Benjamini–Hochberg), holm or none.")] = "bh",
-    anyway: Annotated[bool, typer.Option("--anyway", help="Also compare what was not measured alike.")] = False,
-    as_json: _Json = False,
-) -> None:
-    """Compare two checkpoints question by question: is the difference more than chance?"""
-    from tasks.records.search import RecordFilter, records_of_checkpoints
-    from tasks.reports.comparison_views import comparison_json, comparison_table
-    from tasks.verdicts.comparison import compare as compare_records
-
-    adjustment = next((choice for choice in get_args(_Adjustment) if choice == adjust), None)
-    if adjustment is None:
-        raise BadInput(expected="--adjust bh, holm or none", found=adjust, remedy="leave it out for bh")
-    filters = RecordFilter(
-        evaluators=tuple(evaluator or ()), benchmarks=tuple(benchmark or ()), metrics=tuple(metric or ())
-    )
-    filters.check()
-    rejected: dict[str, str] = {}
-    sides = records_of_checkpoints((first, second), evaluation_path=path, rejected=rejected)
-    say_rejected(rejected)
-    comparison = compare_records(
-        sides[0], sides[1], labels=(first, second), filters=filters, adjustment=adjustment, anyway=anyway
-    )
-    if as_json:
-        print_json(comparison_json(comparison))
-    else:
-        OUT.print(comparison_table(comparison))
-
-
-def report(
-    path: _Path = "evaluations",
-    output: Annotated[str, typer.Option(help="File to write the page to.")] = "report.html",
-    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
-) -> None:
-    """Write a self-contained HTML page with curves and tables, and a page with the questions if they are few."""
-    from tasks.records.record import find_records
-    from tasks.reports.page import write_report
-    from tasks.reports.viewer.page import write_next_to_report
-
-    rejected: dict[str, str] = {}
-    places = find_records(path, rejected=rejected)
-    say_rejected(rejected)
-    records = [place.record for place in places]
-    if not records:
+def _write_every_eval_ever(records: Sequence[FoundRecord], exporting: ExportOptions, *, filters: RecordFilter) -> str:
+    if exporting.organization is None:
         raise BadInput(
-            expected=f"records below {path}", found="none", remedy="evaluate something, or name another folder"
+            expected="--organization with --format every-eval-ever, for the evaluating organization",
+            found="none",
+            remedy="for example --organization my-lab",
         )
-    runs = sorted({record.checkpoint.run for record in records})
-    heading = title or ", ".join(runs)
-    questions = write_next_to_report(places, output, title=heading, location=path)
-    written = write_report(records, output, title=heading, records_at=path, questions_page=questions)
-    OUT.print(written, soft_wrap=True, highlight=False)
+    assert exporting.output is not None, "refused without"
+    publisher = Publisher(exporting.organization, exporting.developer or exporting.organization)
+    written = write_every_eval_ever(
+        records, exporting.output, publisher=publisher, filters=filters, with_samples=exporting.samples
+    )
+    numbers = {"record": written.records, "result": written.results, "sample line": written.rows}
+    parts = ", ".join(how_many(number, name) for name, number in numbers.items())
+    left_out = ", ".join(f"{number} {reason}" for reason, number in written.left_out.items())
+    return f"{parts} in {exporting.output}" + (f"; left out: {left_out}" if left_out else "")
 
 
-def publish(
-    path: _Path = "evaluations",
-    sink: Annotated[str | None, typer.Option(help="YAML file with a sink, or with a list of sinks.")] = None,
-    config: Annotated[str | None, typer.Option(help="YAML file with an EvaluationConfig that names sinks.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Send also what a sink has already.")] = False,
-    as_json: _Json = False,
-) -> None:
-    """Send recorded results that are missing at Weights & Biases, MLflow, an object store or a model card."""
-    from tasks.errors import SinkFailed
-    from tasks.sinks.publishing import publish_missing, sinks_in
-
-    def show(published: Published) -> None:
-        ERR.print(
-            f"{published.title} → {published.sink}: {published.state.status}",
-            style="dim",
-            markup=False,
-            highlight=False,
+def eval_results(records: Sequence[FoundRecord], sink_file: str | None, *, filters: RecordFilter) -> bytes:
+    """Returns the content of a `.eval_results` file for a checkpoint."""
+    sinks = [sink for sink in sinks_in(sink_file, None) or () if isinstance(sink, HuggingFaceSink)]
+    every = sinks[0].leaderboards if sinks else {}
+    leaderboards = {name: board for name, board in every.items() if filters.takes(name, board.metric)}
+    if not every:
+        raise BadInput(
+            expected="--sink with a file that has a hugging_face sink with leaderboards, for --format eval-results",
+            found=sink_file or "none",
+            remedy="see docs/how-to/publish-results.md",
         )
-
-    rejected: dict[str, str] = {}
-    outcomes = publish_missing(path, sinks_in(sink, config), again=again, on_published=show, rejected=rejected)
-    say_rejected(rejected)
-    if as_json:
-        print_json([outcome.as_row() for outcome in outcomes])
-    elif not outcomes:
-        OUT.print("Nothing to publish: every sink has every succeeded record.")
-    else:
-        table = Table("What", "Status", "Where, or why not")
-        table.columns[2].overflow = "fold"  # paths are copied from here
-        for outcome in outcomes:
-            table.add_row(
-                outcome.title, outcome.state.status, outcome.state.where or outcome.state.reason or outcome.sink
+    checkpoints = sorted({item.record.checkpoint.name for item in records})
+    if len(checkpoints) > 1:
+        raise BadInput(
+            expected="records of a single checkpoint, for eval-results",
+            found=f"{len(checkpoints)} checkpoints: {', '.join(checkpoints[:4])}",
+            remedy="choose a checkpoint: --run and --steps",
+        )
+    made = [
+        (item, entry)
+        for item in records
+        for entry in hub_entries(item.record, leaderboards, source_url=sinks[0].source_url).values()
+    ]
+    scored = {item.cell_uri: item for item, _ in made}
+    if changed := [cell for cell, item in scored.items() if verified(item).integrity == "changed"]:
+        raise BadInput(
+            expected="records and samples that are as they were written",
+            found=f"changed: {', '.join(changed)}",
+            remedy="assay records --verify says how; leave them out by a filter, or evaluate again",
+        )
+    places: dict[tuple[str, str], list[str]] = {}
+    for item, entry in made:
+        places.setdefault((entry["dataset"]["id"], entry["dataset"]["task_id"]), []).append(item.cell_uri)
+    for (dataset, task_id), cells in places.items():
+        if len(cells) > 1:
+            raise BadInput(
+                expected=f"a single score for task {task_id} of {dataset}",
+                found=f"{len(cells)}, of {', '.join(cells)}",
+                remedy="choose a record by --evaluator, --benchmark or --tag, or name its folder",
             )
-        OUT.print(table)
-    failed = [outcome for outcome in outcomes if outcome.state.status == "failed"]
-    if failed:
-        raise SinkFailed(
-            expected=f"{len(outcomes)} to be published",
-            found=f"{len(failed)} failed; the first, {failed[0].title}:\n{failed[0].state.reason}",
-            remedy="mend what it says, and run it again: only what is missing is sent",
+    if not made:
+        raise BadInput(
+            expected=f"a score, over all questions, of {', '.join(leaderboards or every)}",
+            found=f"none in {how_many(len(records), 'record')} of {checkpoints[0]}" if checkpoints else "no record",
+            remedy="name benchmarks as records do, and evaluate them without max_eval_instances",
         )
+    return as_yaml([entry for _, entry in made]).encode()
 
 
 def _step_range(text: str | None) -> tuple[int | None, int | None]:
@@ -339,11 +342,3 @@ def _step_range(text: str | None) -> tuple[int | None, int | None]:
             remedy="for example --steps 1000:5000",
         )
     return int(ends[0]) if ends[0] else None, int(ends[1]) if ends[1] else None
-
-
-def _write(content: bytes, output: str | None, *, label: str) -> None:
-    if output is None:
-        write(content)
-        return
-    storage.write_bytes(output, content)
-    ERR.print(f"{label} in {output}", soft_wrap=True, highlight=False)

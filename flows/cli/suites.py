@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import difflib
+from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter
 from rich.table import Table
 
-from flows.console.console import ERR, OUT, Json, print_json
+from flows.console.console import OUT, Json, note, print_json, say
+from resources.environments.environments import ensure_environment
 from resources.errors import BadInput
 from tasks.errors import UnknownBenchmark
-
-if TYPE_CHECKING:
-    from tasks.spec.suites import Suite, SuiteEvaluation
+from tasks.evaluators.evaluator import evaluator_of
+from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.lm_eval.evaluator import listed_benchmarks, own_benchmarks
+from tasks.spec.benchmark_sets import benchmark_sets, bundled_names
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluators import JudgedOptions, LmEvalBenchmarkOptions
+from tasks.spec.loading import build_config
+from tasks.spec.names import how_many
+from tasks.spec.suites import Suite, SuiteEvaluation, built_in_suites, load_suite
 
 
 def suites(
-    name: Annotated[str | None, typer.Argument(help="A suite by its name, or a YAML file, to be shown whole.")] = None,
-    sets: Annotated[bool, typer.Option("--sets", help="Show the named sets of benchmarks instead.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Look every benchmark up, as its harness would.")] = False,
-    benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own, for --check.")] = None,
+    name: Annotated[str | None, Parameter(help="A suite by its name, or a YAML file, to be shown whole.")] = None,
+    /,
+    *,
+    sets: bool = False,
+    check: bool = False,
+    benchmarks: str | None = None,
     as_json: Json = False,
 ) -> None:
-    """Show the suites, their benchmarks, and their requirements."""
-    from tasks.spec.names import how_many
-    from tasks.spec.suites import built_in_suites, load_suite
+    """Show the suites, their benchmarks, and their requirements.
 
+    Args:
+        sets: Show the named sets of benchmarks instead.
+        check: Look every benchmark up, as its harness would.
+        benchmarks: Folder with benchmarks of your own, for --check.
+    """
     if sets:
         _show_sets(as_json=as_json)
         return
@@ -33,7 +46,7 @@ def suites(
     if check:
         checked = _check(shown, benchmarks)
         known = f"{how_many(checked, 'benchmark')} {'is' if checked == 1 else 'are'} known"
-        ERR.print(f"{known} to the harnesses.", highlight=False)
+        note(f"{known} to the harnesses.")
     elif benchmarks is not None:
         raise BadInput(expected="--check with --benchmarks", found="none", remedy="add it, or leave --benchmarks out")
     if as_json:
@@ -44,48 +57,49 @@ def suites(
     else:
         OUT.print(shown[0].description, highlight=False)
         OUT.print(_evaluations_table(shown[0]))
-        _show_access(shown[0])
+        say(*dict.fromkeys(line for evaluation in shown[0].evaluations for line in evaluation.needs.access))
 
 
 def stage(
-    suite: Annotated[list[str] | None, typer.Option("--suite", help="Suite or YAML file; repeatable.")] = None,
-    model: Annotated[
-        list[str] | None, typer.Option("--model", help="Tokenizer on the hub, owner/name[@revision]; repeatable.")
-    ] = None,
-    revision: Annotated[
-        list[str] | None,
-        typer.Option("--revision", help="Data set and commit, owner/name=commit, or address=SHA-256; repeatable."),
-    ] = None,
-    benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own (YAML).")] = None,
-    texts: Annotated[str | None, typer.Option(help="Folder or address to read texts from, such as a mirror.")] = None,
-    target: Annotated[str | None, typer.Option(help="Shared copy to bring up to date: a folder, gs://, s3://.")] = None,
-    source: Annotated[str | None, typer.Option("--from", help="Shared copy to fill this machine's cache from.")] = None,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="Fetch the newest revision of what is there, too.")
-    ] = False,
-    prove: Annotated[bool, typer.Option(help="Load everything once more without a network.")] = True,
+    *,
+    suite: tuple[str, ...] = (),
+    model: tuple[str, ...] = (),
+    revision: tuple[str, ...] = (),
+    benchmarks: str | None = None,
+    texts: str | None = None,
+    target: str | None = None,
+    source: Annotated[str | None, Parameter("--from")] = None,
+    refresh: bool = False,
+    prove: Annotated[bool, Parameter(negative="--no-prove")] = True,
     as_json: Json = False,
 ) -> None:
-    """Stage data sets, texts and tokenizers for workers without access to the hub (ASSAY_OFFLINE=1)."""
-    from flows.staging import StagingRequest, staged_by
-    from tasks.spec.loading import build_config
+    """Stage data sets, texts and tokenizers for workers without access to the hub (ASSAY_OFFLINE=1).
 
-    request = build_config(
-        {
-            "suites": tuple(suite or ()),
-            "tokenizers": tuple(model or ()),
-            "revisions": dict(_pair(text) for text in revision or ()),
-            "benchmarks_path": benchmarks,
-            "texts_from": texts,
-            "target": target,
-            "fill_from": source,
-            "refresh": refresh,
-            "prove": prove,
-        },
-        StagingRequest,
-        source="the options",
-    )
-    staged = staged_by(request, on_event=lambda line: ERR.print(line, style="dim", markup=False, highlight=False))
+    Args:
+        suite: Suite or YAML file; repeatable.
+        model: Tokenizer on the hub, owner/name[@revision]; repeatable.
+        revision: Data set and commit, owner/name=commit, or address=SHA-256; repeatable.
+        benchmarks: Folder with benchmarks of your own (YAML).
+        texts: Folder or address to read texts from, such as a mirror.
+        target: Shared copy to bring up to date: a folder, gs://, s3://.
+        source: Shared copy to fill this machine's cache from.
+        refresh: Fetch the newest revision of what is there, too.
+        prove: Load everything once more without a network.
+    """
+    from flows.staging import StagingRequest, staged_by  # with Prefect, which takes seconds
+
+    content = {
+        "suites": suite,
+        "tokenizers": model,
+        "revisions": dict(_pair(text) for text in revision),
+        "benchmarks_path": benchmarks,
+        "texts_from": texts,
+        "target": target,
+        "fill_from": source,
+        "refresh": refresh,
+        "prove": prove,
+    }
+    staged = staged_by(build_config(content, StagingRequest, source="the options"), on_event=note)
     if as_json:
         print_json(staged)
     else:
@@ -93,10 +107,6 @@ def stage(
 
 
 def _check(shown: list[Suite], benchmarks: str | None) -> int:
-    from resources.environments.environments import ensure_environment
-    from tasks.evaluators.evaluator import evaluator_of
-    from tasks.spec.evaluation import EvaluationConfig
-
     evaluations = [(suite, evaluation) for suite in shown for evaluation in suite.evaluations]
     _check_lm_eval(
         [(suite, evaluation) for suite, evaluation in evaluations if not _checks_itself(evaluation)], benchmarks
@@ -115,20 +125,10 @@ def _check(shown: list[Suite], benchmarks: str | None) -> int:
 
 
 def _checks_itself(evaluation: SuiteEvaluation) -> bool:
-    from tasks.spec.evaluators import LmEvalBenchmarkOptions
-
     return not isinstance(evaluation.evaluator, LmEvalBenchmarkOptions)
 
 
 def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks: str | None) -> None:
-    import difflib
-
-    from resources.environments.environments import ensure_environment
-    from tasks.evaluators.lm_eval.environment import LM_EVAL
-    from tasks.evaluators.lm_eval.evaluator import listed_benchmarks, own_benchmarks
-    from tasks.spec.benchmark_sets import bundled_names
-    from tasks.spec.evaluation import EvaluationConfig
-
     if not evaluations:
         return
     known = set(listed_benchmarks(ensure_environment(LM_EVAL).python))
@@ -156,8 +156,6 @@ def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks:
 
 
 def _data_of(evaluation: SuiteEvaluation) -> str:
-    from tasks.spec.benchmark_sets import bundled_names
-
     if evaluation.texts:
         return f"assay stage ({evaluation.texts})"
     if all(task.name in bundled_names() for task in evaluation.evals):
@@ -166,8 +164,6 @@ def _data_of(evaluation: SuiteEvaluation) -> str:
 
 
 def _needs(evaluation: SuiteEvaluation) -> dict[str, Any]:
-    from tasks.spec.evaluators import JudgedOptions
-
     needs = evaluation.needs
     return {
         "fewshot": needs.fewshot,
@@ -216,7 +212,6 @@ def _suites_table(shown: list[Suite]) -> Table:
 
 
 def _evaluations_table(suite: Suite) -> Table:
-
     table = Table("Label", "Evaluator", "Benchmarks", "Needs", "Data")
     table.columns[0].no_wrap = True
     for evaluation in suite.evaluations:
@@ -229,14 +224,7 @@ def _evaluations_table(suite: Suite) -> Table:
     return table
 
 
-def _show_access(suite: Suite) -> None:
-    for line in dict.fromkeys(line for evaluation in suite.evaluations for line in evaluation.needs.access):
-        OUT.print(line, highlight=False)
-
-
 def _show_sets(*, as_json: bool) -> None:
-    from tasks.spec.benchmark_sets import benchmark_sets
-
     sets = benchmark_sets()
     if as_json:
         print_json({name: benchmark_set.model_dump(mode="json") for name, benchmark_set in sets.items()})

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
@@ -54,7 +54,7 @@ OUT = PrintableConsole()
 """Console for results."""
 ERR = PrintableConsole(stderr=True)
 """Console for progress and errors."""
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Json = Annotated[bool, Parameter("--json", help="Print JSON for scripts.")]
 _decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
 
@@ -68,6 +68,17 @@ def write(content: str | bytes) -> None:
     else:
         sys.stdout.write(content)
     sys.stdout.flush()
+
+
+def say(*lines: str, to: Console = OUT, style: str | None = None) -> None:
+    """Prints lines of results as they are, without line breaks for the width of the terminal."""
+    for line in lines:
+        to.print(line, style=style, highlight=False, soft_wrap=True)
+
+
+def note(*lines: str) -> None:
+    """Prints lines about progress to standard error."""
+    say(*lines, to=ERR, style="dim")
 
 
 def print_json(content: Any) -> None:

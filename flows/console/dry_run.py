@@ -11,7 +11,7 @@ from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.jobs.jobs import Client
 from resources.regions.regions import price_per_hour, regions_for
 from tasks.checkpoints.discovery import discover, layouts_for
-from tasks.running.cells import as_served, plan_cells
+from tasks.running.cells import Cell, as_served, plan_cells
 from tasks.running.expected import Expected, with_expectations
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.names import how_many
@@ -25,6 +25,7 @@ class Asked:
     backend: str
     usd_per_hour: dict[str, float | None]
     """USD per hour for all replicas, by region that offers them; None for an unknown price. Empty on this machine."""
+    is_rented: bool
 
     def lines(self) -> Iterator[str]:
         machine = self.resources
@@ -34,7 +35,7 @@ class Asked:
             f"{machine.ram} of memory",
             f"{machine.disk} of disk",
         ]
-        parts += ["preemptible" if machine.preemptible else "on demand"]
+        parts += ["preemptible" if machine.preemptible else "on demand"] if self.is_rented else []
         parts += [f"zone {machine.zone}"] if machine.zone else []
         parts += [f"image {machine.image}"] if machine.image else []
         machines = f"{machine.replicas} × {machine.hosts}" if machine.hosts > 1 else f"{machine.replicas}"
@@ -45,16 +46,18 @@ class Asked:
 
 @dataclass(frozen=True)
 class Plan:
-    """Number of cells, machines to request (none for an existing pool or endpoint), and expected cost."""
+    """The cells, the machines to request (none for an existing pool or endpoint), and the expected cost."""
 
-    cells: int
-    recorded: int
+    cells: Sequence[Cell]
     machines: tuple[Asked, ...]
     expected: Expected
 
     def lines(self) -> Iterator[str]:
-        left = self.cells - self.recorded
-        yield f"{how_many(self.cells, 'cell')} wanted, {self.recorded} recorded already, {left} to evaluate"
+        recorded = sum(cell.done for cell in self.cells)
+        left = len(self.cells) - recorded
+        yield f"{how_many(len(self.cells), 'cell')} wanted, {recorded} recorded already, {left} to evaluate"
+        for cell in self.cells:
+            yield f"  {_described(cell)}{' (recorded)' if cell.done else ''}"
         for asked in self.machines:
             yield from asked.lines()
         if self.expected.cells:
@@ -69,8 +72,13 @@ class Plan:
             }
             for asked in self.machines
         ]
-        counts = {"wanted": self.cells, "recorded": self.recorded}
-        return {**counts, "machines": machines, "expected": self.expected.as_dict()}
+        return {
+            "wanted": len(self.cells),
+            "recorded": sum(cell.done for cell in self.cells),
+            "cells": [{"cell": _described(cell), "uri": cell.uri, "recorded": cell.done} for cell in self.cells],
+            "machines": machines,
+            "expected": self.expected.as_dict(),
+        }
 
 
 def plan_of(configs: Sequence[EvaluationConfig], selection: CheckpointSelection) -> Plan:
@@ -80,7 +88,11 @@ def plan_of(configs: Sequence[EvaluationConfig], selection: CheckpointSelection)
     needed = [each for config in configs if (each := _resources_of(config)) is not None]
     machines = [_asked(each, current_client()) for place, each in enumerate(needed) if each not in needed[:place]]
     _, expected = with_expectations(cells)
-    return Plan(len(cells), sum(cell.done for cell in cells), tuple(machines), expected)
+    return Plan(cells, tuple(machines), expected)
+
+
+def _described(cell: Cell) -> str:
+    return f"{cell.title}: {', '.join(task.metric_key for task in cell.config.evals)}"
 
 
 def _resources_of(config: EvaluationConfig) -> ResourceConfig | None:
@@ -90,10 +102,10 @@ def _resources_of(config: EvaluationConfig) -> ResourceConfig | None:
 
 
 def _asked(resources: ResourceConfig, client: Client) -> Asked:
-    elsewhere = not client.is_local or resources.regions
+    elsewhere = not client.is_local or bool(resources.regions)
     prices = {region.name: price_per_hour(region, resources) for region in regions_for(resources)} if elsewhere else {}
     known = {name: None if price is None else round(float(price), 4) for name, price in prices.items()}
-    return Asked(resources, "this machine" if client.is_local else client.description, known)
+    return Asked(resources, "this machine" if client.is_local else client.description, known, is_rented=elsewhere)
 
 
 def _device(resources: ResourceConfig) -> list[str]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from prefect.client.schemas.objects import FlowRun
@@ -40,112 +40,40 @@ from tasks.running.expected import Expectations, Expected, check_budget, togethe
 from tasks.running.pricing import resources_of_replica, tariff_of_cell
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig, digest_of
+from tasks.spec.names import how_many
 from tasks.spec.suites import Suite, SuiteRequest
 from tasks.verdicts.gate import Gate
 
-_Request = TypeVar("_Request", bound=EvaluationConfig | SuiteRequest)
 _FLOW_RUN_POLL_SECONDS = 2.0
 _PATHS = ("model_path", "evaluation_path", "benchmarks_path")
 
 
-def send_evaluation(
-    config: EvaluationConfig,
-    selection: CheckpointSelection,
-    *,
-    gate: Gate | None,
-    max_egress_usd: float,
-    max_usd: float | None,
-    on_event: Callable[[str], None],
-) -> SeriesResult:
-    """Sends an evaluation to the work pool of the best region and waits for it.
-
-    Args:
-        config: the evaluation; local paths must be valid on that machine.
-        max_egress_usd: limit for the cost of reading the checkpoints from another region.
-        max_usd: limit for the expected cost; none when None.
-    """
-    whole = _with_whole_paths(config)
-    parameters = {"config": whole.model_dump(mode="json")}
-    name = f"evaluate {whole.place}{selection.words} · {whole.asked}"
-    sent = _Series(evaluate_checkpoints.name, name, parameters, [whole], selection, gate)
-    return _sent(sent, max_egress_usd=max_egress_usd, max_usd=max_usd, on_event=on_event)
-
-
-def send_suite(
-    suite: Suite,
-    request: SuiteRequest,
-    *,
-    selection: CheckpointSelection,
-    gate: Gate | None,
-    max_egress_usd: float,
-    max_usd: float | None,
-    on_event: Callable[[str], None],
-) -> SeriesResult:
-    """Sends a suite's evaluations, with the suite's full content, to a work pool and waits for them."""
-    whole = _with_whole_paths(request)
-    parameters = {"suite": suite.model_dump(mode="json"), "request": whole.model_dump(mode="json")}
-    name = f"evaluate {whole.place}{selection.words} · {suite}"
-    sent = _Series(evaluate_suite.name, name, parameters, suite.evaluations_of(whole), selection, gate)
-    return _sent(sent, max_egress_usd=max_egress_usd, max_usd=max_usd, on_event=on_event)
-
-
 @dataclass(frozen=True)
-class _Series:
-    flow: str
-    name: str
-    request: dict[str, Any]
-    # evaluations that the flow run will make
-    configs: Sequence[EvaluationConfig]
-    selection: CheckpointSelection
-    gate: Gate | None
+class PlanElsewhere:
+    """The plan of an evaluation at a work pool."""
 
-    def parameters(self) -> dict[str, Any]:
-        gate = {"gate": self.gate.model_dump(mode="json")} if self.gate is not None else {}
-        return {**self.request, "selection": self.selection.model_dump(mode="json"), **gate}
+    cells: int
+    choice: WorkPoolChoice
+    checkpoints: Sequence[Checkpoint]
+    expected: Expected
 
+    def lines(self) -> list[str]:
+        left = self.expected.cells
+        counts = f"{how_many(self.cells, 'cell')} wanted, {self.cells - left} recorded already, {left} to evaluate"
+        return [counts, self.choice.described(), *(self.expected.lines() if left else ())]
 
-def _with_whole_paths(request: _Request) -> _Request:
-    paths = {name: getattr(request, name) for name in _PATHS}
-    return request.model_copy(
-        update={name: with_each_location(path, storage.absolute) for name, path in paths.items() if path}
-    )
+    def as_dict(self) -> dict[str, Any]:
+        return {"wanted": self.cells, **self.choice.as_dict(), "expected": self.expected.as_dict()}
 
 
-def _sent(
-    series: _Series, *, max_egress_usd: float, max_usd: float | None, on_event: Callable[[str], None]
-) -> SeriesResult:
-    require_server()
-    choice, present = choose(series.configs, series.selection, max_egress_usd=max_egress_usd)
-    checkpoints = [(checkpoint.uri, checkpoint.modified) for checkpoint in present]
-    on_event(choice.described())
-    expected = expected_there(series.configs, present, choice)
-    for line in expected.lines() if expected.cells else ():
-        on_event(line)
-    check_budget(expected, max_usd)
-    began, parameters, run_name = now(), series.parameters(), series.configs[0].run_name
-    run = send_run(
-        series.flow,
-        choice,
-        parameters=parameters,
-        tags=[f"run={run_name}"],
-        name=series.name,
-        key=digest_of([series.flow, parameters, checkpoints]),
-    )
-    on_event(f"flow run {run.name!r} ({run.id})")
-    error = _error_of(_ended(run.id, on_event))
-    if isinstance(error, BadInput):
-        raise error
-    path = series.configs[0].evaluation_path
-    records = current_records([record for record in read_records(path) if record.checkpoint.run == run_name])
-    evaluated = sum(record.created >= began for record in records)
-    already = sum(record.succeeded and record.created < began for record in records)
-    return SeriesResult(records, evaluated, already, report_uri(path, run_name) if records else None, error)
-
-
-def choose(
+def plan_elsewhere(
     configs: Sequence[EvaluationConfig], selection: CheckpointSelection, *, max_egress_usd: float
-) -> tuple[WorkPoolChoice, list[Checkpoint]]:
-    """Returns the work pool and the present checkpoints; different checkpoints make a different flow run."""
+) -> PlanElsewhere:
+    """Returns the best work pool, the present checkpoints, and the expected cost there.
+
+    Different checkpoints make a different flow run.
+    """
+    require_server()
     first = next((config for config in configs if not config.native), configs[0])
     if first.pool_name is not None and not is_address(first.pool_name):
         raise BadInput(
@@ -165,13 +93,68 @@ def choose(
         ),
         max_egress_usd=Decimal(str(max_egress_usd)),
     )
-    return choice, checkpoints
+    expected = _expected(configs, checkpoints, choice)
+    return PlanElsewhere(len(checkpoints) * len(configs), choice, checkpoints, expected)
 
 
-def expected_there(
+def send(
+    request: EvaluationConfig | SuiteRequest,
+    suite: Suite | None,
+    selection: CheckpointSelection,
+    *,
+    gate: Gate | None,
+    max_egress_usd: float,
+    max_usd: float | None,
+    on_event: Callable[[str], None],
+) -> SeriesResult:
+    """Sends an evaluation, or a suite with its full content, to the work pool of the best region and waits for it.
+
+    Args:
+        request: the request; local paths must be valid on that machine.
+        max_egress_usd: limit for the cost of reading the checkpoints from another region.
+        max_usd: limit for the expected cost; none when None.
+    """
+    paths = {name: path for name in _PATHS if (path := getattr(request, name))}
+    whole = request.model_copy(
+        update={name: with_each_location(path, storage.absolute) for name, path in paths.items()}
+    )
+    content = whole.model_dump(mode="json")
+    parameters: dict[str, Any] = {"selection": selection.model_dump(mode="json")}
+    parameters |= {"gate": gate.model_dump(mode="json")} if gate is not None else {}
+    if isinstance(whole, SuiteRequest):
+        assert suite is not None
+        flow, configs, label = evaluate_suite.name, suite.evaluations_of(whole), str(suite)
+        parameters |= {"suite": suite.model_dump(mode="json"), "request": content}
+    else:
+        flow, configs, label = evaluate_checkpoints.name, (whole,), whole.asked
+        parameters |= {"config": content}
+    plan = plan_elsewhere(configs, selection, max_egress_usd=max_egress_usd)
+    for line in plan.lines()[1:]:
+        on_event(line)
+    check_budget(plan.expected, max_usd)
+    began, path, run_name = now(), configs[0].evaluation_path, configs[0].run_name
+    present = [(checkpoint.uri, checkpoint.modified) for checkpoint in plan.checkpoints]
+    run = send_run(
+        flow,
+        plan.choice,
+        parameters=parameters,
+        tags=[f"run={run_name}"],
+        name=f"evaluate {whole.place}{selection.words} · {label}",
+        key=digest_of([flow, parameters, present]),
+    )
+    on_event(f"flow run {run.name!r} ({run.id})")
+    error = _error_of(_ended(run.id, on_event))
+    if isinstance(error, BadInput):
+        raise error
+    records = current_records([record for record in read_records(path) if record.checkpoint.run == run_name])
+    evaluated = sum(record.created >= began for record in records)
+    already = sum(record.succeeded and record.created < began for record in records)
+    return SeriesResult(records, evaluated, already, report_uri(path, run_name) if records else None, error)
+
+
+def _expected(
     configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint], choice: WorkPoolChoice
 ) -> Expected:
-    """Returns the expected cost at a work pool of the cells without a record in the index."""
     first = configs[0]
     known = indexed_records(storage.join(first.evaluation_path, first.run_name))
     expectations = Expectations(first.evaluation_path, {first.run_name: known})

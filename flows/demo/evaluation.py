@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from prefect import flow
-
 from flows.evaluation import evaluate
-from flows.hooks import leave_nothing
+from flows.hooks import pipeline
 from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.prefect_server.flow_runs import error_noted
 from tasks.records.record import Record
@@ -13,13 +11,7 @@ from tasks.running.cells import as_served, plan_cells
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 
 
-@flow(
-    name="evaluate-demo",
-    flow_run_name="evaluate {merged.run_name} · demo",
-    persist_result=False,
-    on_cancellation=[leave_nothing],
-    on_crashed=[leave_nothing],
-)
+@pipeline("evaluate-demo", run_name="evaluate {merged.run_name} · demo")
 def evaluate_demo(configs: tuple[EvaluationConfig, ...], merged: EvaluationConfig) -> list[Record]:
     """Runs every evaluation of a run's checkpoints, and an evaluation of a merged checkpoint, on a shared pool.
 

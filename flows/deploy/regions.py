@@ -10,7 +10,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 
-from flows.cells import evaluate_cells
+from flows.reconcile import evaluate_cells
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from resources.regions.region_table import Regions

@@ -67,7 +67,7 @@ def job_documents(
         raise BadInput(
             expected=f"{job_spec} with {file} as it is now",
             found="another version of it",
-            remedy=f"render it again: assay eval-job render {file} --output {job_spec}",
+            remedy=f"render it again: assay eval-job submit {file} --output {job_spec}",
         )
     state = git_state_of([job_spec])
     state.require_clean(allow_dirty=allow_dirty)
@@ -86,7 +86,7 @@ def _read_manifests(uri: str) -> list[dict[str, Any]]:
         raise BadInput(
             expected=f"a Job and a ConfigMap in {uri}",
             found=", ".join(map(str, kinds)) or "nothing",
-            remedy="render it again: assay eval-job render FILE --output job.yaml",
+            remedy="render it again: assay eval-job submit FILE --output job.yaml",
         )
     return documents
 

@@ -40,7 +40,7 @@ def chosen(reconciliation: Reconciliation, patterns: Sequence[str]) -> list[Open
             raise BadInput(
                 expected="--cell CHECKPOINT or CHECKPOINT:SUITE of a cell that is wanted and not done",
                 found=pattern,
-                remedy="`assay gaps` lists these cells",
+                remedy="`assay status --gaps` lists these cells",
             )
         taken.update((id(cell), cell) for cell in matching)
     return list(taken.values())

@@ -62,7 +62,7 @@ def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> Non
         raise EvaluationInterrupted(
             expected=f"an outcome of each cell of {', '.join(unsettled)}, for the gate {gate.name} to judge",
             found="cells that another run has, that wait, or that failed for want of machines",
-            remedy="see which and why with `assay gaps`, and run it again",
+            remedy="see which and why with `assay status --gaps`, and run it again",
         )
     if refused:
         raise refused[0]

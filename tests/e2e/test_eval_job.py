@@ -132,8 +132,8 @@ def story(mlflow_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def tell(story: Story) -> None:
-    story.seen["checked"] = story.assay("check", "jobs/eval_config.yml")
-    story.seen["rendered"] = story.assay("render", "jobs/eval_config.yml", "--output", "job.yaml")
+    story.seen["checked"] = story.assay("submit", "jobs/eval_config.yml", "--check")
+    story.seen["rendered"] = story.assay("submit", "jobs/eval_config.yml", "--output", "job.yaml")
     story.seen["refused"] = story.assay("submit", "jobs/eval_config.yml")
     push(story.repository)
     story.seen["submitted"] = story.assay("submit", "--job-spec", "job.yaml")

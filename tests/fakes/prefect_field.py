@@ -14,12 +14,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner
-
+from fakes.cli import invoke
 from fakes.polling import eventually
 from fakes.prefect_server import NO_UI, start_prefect_server
 from fakes.processes import end, free_port
-from flows.cli.app import app
 from resources.settings import process_environment
 
 _BIN = Path(sys.executable).parent
@@ -51,7 +49,7 @@ class Field:
 
     def assay(self, *arguments: str) -> Any:
         """Runs the command in this process with this server; returns its JSON output."""
-        done = CliRunner().invoke(app, [*arguments, "--json"])
+        done = invoke([*arguments, "--json"])
         assert done.exit_code == 0, (done.output, done.exception)
         return json.loads(done.stdout)
 

@@ -15,14 +15,13 @@ from subprocess import PIPE
 import httpx
 import pytest
 import yaml
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.command import run_command
 from fakes.models import write_checkpoint, write_run
 from fakes.polling import eventually, is_alive
 from fakes.records import make_metric, make_record
 from faults.scenarios.processes import descendants, listens_on
-from flows.cli.app import app
 from resources.settings import deployment_data, process_environment, settings
 from tasks.records.record import Record, write_record
 
@@ -64,7 +63,7 @@ def half_written(run: Path) -> Path:
 
 
 def test_checkpoints_with_a_half_written_folder_shows_it_with_the_reason(half_written: Path):
-    shown = CliRunner().invoke(app, ["checkpoints", str(half_written)])
+    shown = invoke(["checkpoints", str(half_written)])
     rows = [line for line in shown.stdout.splitlines() if "run-a-" in line]
     assert shown.exit_code == 0
     assert ["yes" in row for row in rows] == [True, True, False]
@@ -72,7 +71,7 @@ def test_checkpoints_with_a_half_written_folder_shows_it_with_the_reason(half_wr
 
 
 def test_checkpoints_as_json_tells_complete_from_not(half_written: Path):
-    shown = CliRunner().invoke(app, ["checkpoints", str(half_written), "--json"])
+    shown = invoke(["checkpoints", str(half_written), "--json"])
     checkpoints = json.loads(shown.stdout)
     assert [
         (checkpoint["step"], checkpoint["complete"], bool(checkpoint["problems"])) for checkpoint in checkpoints
@@ -94,9 +93,9 @@ def test_records_show_the_newest_of_each_checkpoint_and_as_json_all_of_them(tmp_
     later = older.created.replace(year=2027)
     newer = make_record(step=100, cell="facts-new", metrics=(make_metric(value=0.75),), created=later)
     folder = publish(tmp_path, older, newer)
-    table = CliRunner().invoke(app, ["records", str(folder)]).stdout
+    table = invoke(["records", str(folder)]).stdout
     assert "0.75" in table and "0.25" not in table
-    every = json.loads(CliRunner().invoke(app, ["records", str(folder), "--json"]).stdout)
+    every = json.loads(invoke(["records", str(folder), "--json"]).stdout)
     assert [Record.model_validate(record) for record in every] == [older, newer]
 
 
@@ -107,7 +106,7 @@ def test_records_of_a_folder_without_any_are_refused(tmp_path: Path):
 def test_report_on_a_folder_of_records_is_a_single_page(tmp_path: Path):
     folder = publish(tmp_path / "evaluations", make_record(step=100), make_record(step=200, status="withheld"))
     page = tmp_path / "page.html"
-    done = CliRunner().invoke(app, ["report", str(folder), "--output", str(page), "--title", "A tiny report"])
+    done = invoke(["report", str(folder), "--output", str(page), "--title", "A tiny report"])
     assert done.exit_code == 0
     assert str(page) in done.stdout.replace("\n", "")
     text = page.read_text()
@@ -142,7 +141,7 @@ def prefect_servers_of(pid: int) -> list[int]:
 
 
 def test_doctor_as_json_names_a_remedy_for_everything_missing():
-    done = CliRunner().invoke(app, ["doctor", "--json"])
+    done = invoke(["doctor", "--json"])
     findings = json.loads(done.stdout)
     assert all(set(finding) == {"subject", "level", "seen", "remedy"} for finding in findings)
     assert {"Python", "vLLM on CPU", "Disk", "Prefect server"} <= {finding["subject"] for finding in findings}
@@ -155,7 +154,7 @@ def test_lines_that_doctor_says_a_regions_file_lacks_are_all_that_it_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def notes() -> list[dict[str, str]]:
-        findings = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+        findings = json.loads(invoke(["doctor", "--json"]).stdout)
         return [each for each in findings if each["subject"] == "Regions" and each["level"] != "ok"]
 
     assert [note["seen"].partition(" for ")[0] for note in notes()] == [
@@ -190,7 +189,7 @@ def test_lines_that_doctor_says_a_regions_file_lacks_are_all_that_it_lacks(
 def test_doctor_on_a_machine_without_disk_space_ends_as_infrastructure_does(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ASSAY_CACHE_DIR", "/proc/assay")  # a file system without free space
     settings.cache_clear()
-    done = CliRunner().invoke(app, ["doctor", "--json"])
+    done = invoke(["doctor", "--json"])
     assert "Disk" in {finding["subject"] for finding in json.loads(done.stdout) if finding["level"] == "missing"}
     assert done.exit_code == 2
 
@@ -266,11 +265,11 @@ def test_publish_copies_what_a_sink_has_not_and_the_second_time_nothing(tmp_path
     folder = publish(tmp_path / "evaluations", make_record(step=100))
     sink = tmp_path / "sink.yaml"
     sink.write_text(yaml.safe_dump({"kind": "object_store", "url": str(tmp_path / "copy")}))
-    sent = CliRunner().invoke(app, ["publish", str(folder), "--sink", str(sink), "--json"])
+    sent = invoke(["publish", str(folder), "--sink", str(sink), "--json"])
     assert sent.exit_code == 0, sent.output
     assert {outcome["status"] for outcome in json.loads(sent.stdout)} == {"published"}
     assert [path.name for path in (tmp_path / "copy").rglob("record.json")] == ["record.json"]
-    again = CliRunner().invoke(app, ["publish", str(folder), "--sink", str(sink)])
+    again = invoke(["publish", str(folder), "--sink", str(sink)])
     assert "Nothing to publish" in again.stdout
 
 
@@ -290,16 +289,16 @@ def test_work_pools_are_listed_and_a_pool_with_a_worker_is_chosen(tmp_path: Path
     regions = tmp_path / "regions.yaml"
     regions.write_text(yaml.safe_dump({**table, "regions": [region | {"work_pool_type": "process"}]}))
     asked = ("--regions", str(regions), "--json")
-    assert CliRunner().invoke(app, ["work-pools", "apply", *asked]).exit_code == 0
-    without_worker = CliRunner().invoke(app, ["work-pools", "list", *asked])
+    assert invoke(["work-pools", "apply", *asked]).exit_code == 0
+    without_worker = invoke(["work-pools", "list", *asked])
     assert {pool["work_pool"]: pool["ready"] for pool in json.loads(without_worker.stdout)}[
         region["work_pool"]
     ] is False
     worker = f"{prefect_api}/work_pools/{region['work_pool']}/workers/heartbeat"
     httpx.post(worker, json={"name": "idle"}).raise_for_status()
-    listed = CliRunner().invoke(app, ["work-pools", "list", *asked])
+    listed = invoke(["work-pools", "list", *asked])
     assert {pool["work_pool"]: pool["ready"] for pool in json.loads(listed.stdout)}[region["work_pool"]] is True
-    chosen = CliRunner().invoke(app, ["work-pools", "choose", "--cpu", "2", *asked])
+    chosen = invoke(["work-pools", "choose", "--cpu", "2", *asked])
     assert chosen.exit_code == 0, (chosen.output, chosen.exception)
     assert (json.loads(chosen.stdout)["work_pool"], json.loads(chosen.stdout)["region"]) == (
         region["work_pool"],

@@ -25,16 +25,15 @@ from prefect.client.schemas.objects import State
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Pending, Running
-from typer.testing import CliRunner
 
 from fakes import engine as engine_program
+from fakes.cli import invoke
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.postgresql import postgresql_or_sqlite, require_postgresql
 from fakes.prefect_field import Field, prefect_field
 from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
-from flows.cli.app import app
 from flows.deploy.policies import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SILENCE_AUTOMATION, watch_over_flow_runs
 from flows.reconcile import load_policy, reconcile_policy
 from flows.series import evaluate_checkpoints
@@ -129,7 +128,7 @@ class Sent:
         return reconcile_policy(load_policy(self.policy))
 
     def ask(self, *command: str) -> Any:
-        done = CliRunner().invoke(app, [*command, self.policy, "--json"])
+        done = invoke([*command, self.policy, "--json"])
         assert done.exit_code == 0, (done.output, done.exception)
         return json.loads(done.stdout)
 
@@ -162,7 +161,7 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
         patch.setenv("ASSAY_PREFIX", "gs://bucket-us-central1")  # places this machine in America
         settings.cache_clear()
         with temporary_settings({PREFECT_API_URL: server.url}):
-            applied = CliRunner().invoke(app, ["work-pools", "apply"])
+            applied = invoke(["work-pools", "apply"])
             assert applied.exit_code == 0, (applied.output, applied.exception)
         yield server
     settings.cache_clear()
@@ -197,7 +196,7 @@ def test_cells_go_where_a_worker_lives_and_only_at_a_price_that_is_allowed(sent:
     assert sent.states() == []
 
     sent.write_policy("first", max_egress_usd=1000)
-    [batch] = sent.ask("plan")["batches"]
+    [batch] = sent.ask("status", "--plan")["batches"]
     assert batch["work_pool"] == EU and 1 < batch["egress_usd"] < 1000
     assert "no live worker" in batch["passed_over"]["us-central1"]
     with ThreadPoolExecutor(2) as both:  # CI and a schedule at once
@@ -206,9 +205,9 @@ def test_cells_go_where_a_worker_lives_and_only_at_a_price_that_is_allowed(sent:
     assert sent.reconcile()["scheduled"] == 0
     assert sent.states() == [(EU, "Scheduled")]
 
-    [cell] = sent.ask("gaps")["cells"]
+    [cell] = sent.ask("status", "--gaps")["cells"]
     assert cell["state"] == "scheduled" and f"on work pool {EU}" in cell["reason"]
-    assert sent.ask("plan")["cells"] == []
+    assert sent.ask("status", "--plan")["cells"] == []
 
 
 def test_cells_not_begun_or_of_crashed_runs_are_sent_again_but_not_forever(sent: Sent):
@@ -227,7 +226,7 @@ def test_cells_not_begun_or_of_crashed_runs_are_sent_again_but_not_forever(sent:
     assert sent.reconcile()["scheduled"] == 1  # the waiting flow run stays; the next finds no room there
     assert sent.states()[2:] == [(EU, "Scheduled")]
     sent.write_policy("first", "second", "third")
-    assert sent.ask("plan")["batches"][0]["why_not"] is not None
+    assert sent.ask("status", "--plan")["batches"][0]["why_not"] is not None
     assert sent.reconcile()["scheduled"] == 0, "it waits for room, which is no error"
 
     sent.change(US, concurrency_limit=None)
@@ -237,7 +236,7 @@ def test_cells_not_begun_or_of_crashed_runs_are_sent_again_but_not_forever(sent:
     assert sent.states()[3:] == [(US, "Scheduled")]
     sent.end(sent.runs()[3], "Crashed")
     assert sent.reconcile()["scheduled"] == 0
-    assert sent.ask("gaps")["missing"] == {"retries_exhausted": 1, "scheduled": 1}
+    assert sent.ask("status", "--gaps")["missing"] == {"retries_exhausted": 1, "scheduled": 1}
 
     slices = {"device": {"kind": "tpu", "variant": "v5litepod-16"}}  # several machines: needs a cluster
     sent.write_policy("first", "second", "third", resource_config=slices)
@@ -282,17 +281,17 @@ def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):
     ensure_environment(LM_EVAL)
     sent.alive(US)
     sent.write_policy("first")
-    planned = CliRunner().invoke(app, [*sent.series("demo_facts"), "--dry-run", "--json"])
+    planned = invoke([*sent.series("demo_facts"), "--dry-run", "--json"])
     assert planned.exit_code == 0, (planned.output, planned.exception)
     assert (json.loads(planned.stdout)["work_pool"], json.loads(planned.stdout)["wanted"]) == (US, 1)
     with sent.field.worker(US):
         assert sent.reconcile()["scheduled"] == 1
-        done = CliRunner().invoke(app, [*sent.series("demo_facts"), "--json"])
+        done = invoke([*sent.series("demo_facts"), "--json"])
         assert done.exit_code == 0, (done.output, done.exception)
         assert json.loads(done.stdout)["evaluated"] >= 1
         eventually(lambda: not {"Scheduled", "Pending", "Running"} & {state for _, state in sent.states()})
     assert sent.states() == [(US, "Completed")], [run["state"] for run in sent.runs()]
-    assert sent.ask("gaps")["missing"] == {}
+    assert sent.ask("status", "--gaps")["missing"] == {}
     assert len([record for record in read_records(str(sent.output)) if record.succeeded]) == 2
     attempts = Counter(path.parent for path in sent.output.rglob("attempt-*") if path.is_dir())
     assert set(attempts.values()) == {1}
@@ -302,7 +301,7 @@ def test_series_that_is_refused_at_the_work_pool_is_refused_here_in_the_same_wor
     sent.alive(US)
     with ThreadPoolExecutor(1) as threads:
         at_work_pool = threads.submit(copy_context().run, carry_out_series, sent)
-        refused = CliRunner().invoke(app, sent.series("no_such_benchmark"))
+        refused = invoke(sent.series("no_such_benchmark"))
         assert isinstance(at_work_pool.exception(), UnknownBenchmark)
     assert isinstance(refused.exception, UnknownBenchmark), refused.output
     assert "no_such_benchmark" in refused.exception.found and "Found:" not in refused.exception.found

@@ -18,15 +18,14 @@ import yaml
 from prefect import Flow
 from prefect.deployments.runner import RunnerDeployment
 from prefect.types.entrypoint import EntrypointType
-from typer.testing import CliRunner
 
 from fakes import engine as engine_program
+from fakes.cli import invoke
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.processes import running_program
 from fakes.records import make_metric, make_record
 from fakes.tokenizers import write_byte_tokenizer
-from flows.cli.app import app
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from resources.environments.environments import ensure_environment
@@ -218,7 +217,7 @@ def test_step_on_the_runner_ends_as_the_gate_says_and_leaves_a_summary(checkout:
     refused = checkout.step("here", "Evaluate", NO_GO)
     line = Template(script("here", "Evaluate").replace("\\\n", " ")).substitute(checkout.variables(GO))
     _, *options = shlex.split(line)
-    allowed = CliRunner().invoke(app, options)  # in this process: starting the command takes seconds
+    allowed = invoke(options)  # in this process: starting the command takes seconds
     outputs = [refused.stdout, allowed.output]
     assert (refused.returncode, allowed.exit_code) == (1, 0), outputs
     assert all("Evaluated 0, already recorded 2" in text or "2 cells recorded already" in text for text in outputs), (

@@ -17,12 +17,11 @@ from typing import Any
 
 import openai
 import pytest
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint, write_run
 from fakes.polling import eventually, is_alive
-from flows.cli.app import app
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
 from pools.pool.kept import KeptPool, find, keep_up, list_kept, require, take_down
@@ -292,6 +291,6 @@ def test_pool_command_brings_a_pool_up_shows_it_and_takes_it_down(tmp_path: Path
 
 
 def printed(*arguments: str) -> str:
-    done = CliRunner().invoke(app, arguments)
+    done = invoke(arguments)
     assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import ray
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.kept_pools import machine, start_pool_and_die
 from fakes.models import CONFIG, write_checkpoint, write_run
 from fakes.polling import eventually, is_alive
 from fakes.ray_cluster import ray_cluster
 from fakes.tokenizers import write_byte_tokenizer
-from flows.cli.app import app
 from pools.engine.launch import Servable
 from pools.pool.kept import require
 from pools.pool.session import PoolSession
@@ -40,7 +39,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def printed(*arguments: str) -> str:
-    done = CliRunner().invoke(app, arguments)
+    done = invoke(arguments)
     assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout
 

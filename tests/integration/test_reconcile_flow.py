@@ -21,17 +21,16 @@ import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterTags
-from typer.testing import CliRunner
 
 from fakes import evaluators
 from fakes.alerts import known_alert
+from fakes.cli import invoke
 from fakes.endpoints import Endpoint, endpoint
 from fakes.evaluators import Commanded
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.records import make_metric, make_record
 from fakes.tokenizers import write_byte_tokenizer
-from flows.cli.app import app
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import ensure_environment
 from resources.errors import CheckpointError
@@ -92,7 +91,7 @@ class Watched:
         return reconcile_policy(load_policy(str(self.policy)), gate)
 
     def ask(self, *arguments: str) -> dict[str, Any]:
-        done = CliRunner().invoke(app, [*arguments, str(self.policy), "--json"])
+        done = invoke([*arguments, str(self.policy), "--json"])
         assert done.exit_code == 0, (done.output, done.exception)
         return json.loads(done.stdout)
 
@@ -179,14 +178,14 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
         assert run.reconcile(Gate.model_validate({"rules": [rule | {"at_least": 0.0}]}))["succeeded"] == 0
         strict = run.folder / "gate.yaml"
         strict.write_text(yaml.safe_dump({"rules": [rule | {"at_least": 2.0}]}))
-        refused = CliRunner().invoke(app, ["reconcile", "--gate", str(strict), str(run.policy), "--json"])
+        refused = invoke(["reconcile", "--gate", str(strict), str(run.policy), "--json"])
         assert isinstance(refused.exception, GateRefused) and "run-2: demo_" in str(refused.exception), refused.output
         assert [verdict["verdict"] for verdict in json.loads(refused.stdout)["gate"]] == ["NO-GO"]
         with get_client(sync_client=True) as client:
             assert client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["run-gate"])))
 
         run.write_policy(facts, more, gate={"name": "own", "checkpoints": "every", "rules": [rule | {"at_least": 2.0}]})
-        refused = CliRunner().invoke(app, ["reconcile", str(run.policy), "--json"])
+        refused = invoke(["reconcile", str(run.policy), "--json"])
         assert isinstance(refused.exception, GateRefused) and refused.exception.exit_code == 1, refused.output
         assert [verdict["verdict"] for verdict in json.loads(refused.stdout)["gate"]] == ["NO-GO"]
         assert run.reconcile()["error"] is None, "NO-GO is said once"

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.endpoints import Endpoint, endpoint
 from fakes.models import CONFIG, write_checkpoint
 from fakes.tokenizers import write_byte_tokenizer
-from flows.cli.app import app
 from flows.series import evaluate_checkpoints
 from resources.environments.environments import ensure_environment
 from resources.settings import with_pinned_lists
@@ -61,8 +60,8 @@ def evaluate(folder: Path, served: Endpoint) -> None:
 
 
 def requalify(folder: Path, *arguments: str) -> dict[str, Any]:
-    done = CliRunner().invoke(
-        app, ["requalify", "run@1", "--path", str(folder / "evaluations"), "--json", *arguments], catch_exceptions=False
+    done = invoke(
+        ["requalify", "run@1", "--path", str(folder / "evaluations"), "--json", *arguments], catch_exceptions=False
     )
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)

@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.command import run_command
 from fakes.hub import running_hub
 from fakes.models import write_nano_llama
 from fakes.suites import endpoint, in_lm_eval, write_benchmark
 from fakes.tokenizers import write_byte_tokenizer
 from flows import suites as flows
-from flows.cli.app import app
 from resources.environments.environments import ensure_environment
 from resources.settings import deployment_data, settings
 from tasks.errors import UnknownBenchmark
@@ -123,10 +122,10 @@ def test_check_searches_an_own_folder_for_every_harness(tmp_path: Path, tiny: Ca
             for evaluation in evaluations
         ]
         suite.write_text(json.dumps({"name": "own", "description": "A suite for this test.", "evaluations": changed}))
-        done = CliRunner().invoke(app, ["suites", str(suite), "--check", "--benchmarks", str(folder)])
+        done = invoke(["suites", str(suite), "--check", "--benchmarks", str(folder)])
         assert isinstance(done.exception, UnknownBenchmark) is (missing is not None), done.output
         assert missing is None or "gone" in str(done.exception)
-    without = CliRunner().invoke(app, ["suites", str(suite), "--check"])
+    without = invoke(["suites", str(suite), "--check"])
     assert "mine of own" in str(without.exception)
 
 

@@ -14,12 +14,11 @@ import pytest
 import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from fakes.tokenizers import write_byte_tokenizer
-from flows.cli.app import app
 from flows.deploy.policies import PolicyDeployment, deploy_policy
 from flows.reconcile import load_policy
 from resources.environments.environments import ENVIRONMENTS, EnvironmentSpec, ensure_environment
@@ -39,7 +38,7 @@ ACCELERATE = EnvironmentSpec(  # `Trainer` needs it; the engine's environment ha
 
 
 def notify(uri: Path) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["notify", str(uri), "--json"])
+    done = invoke(["notify", str(uri), "--json"])
     assert done.exit_code == 0, (done.output, done.exception)
     return json.loads(done.stdout)
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 
-from flows.cli.app import app
+from flows.cli.app import command_line
 from flows.cli.gate import load_gate
 from tasks.verdicts.gate import BaselineRule, BoundRule
 
@@ -48,10 +47,9 @@ def test_script_of_a_step_is_valid_for_the_shell(script: str):
 
 
 def test_commands_of_the_workflow_are_those_of_this_version():
-    command = typer.main.get_command(app)
     [line] = re.findall(r"\.venv/bin/assay (.+)", SCRIPTS["here: Evaluate"].replace("\\\n", " "))
     name, *options = shlex.split(line)
-    known = {option for parameter in command.commands[name].params for option in parameter.opts}  # pyright: ignore[reportAttributeAccessIssue]
+    known = {option for each in command_line()[name].assemble_argument_collection() for option in each.names}
     assert {option for option in options if option.startswith("--")} <= known
     assert f"prefect=={metadata.version('prefect')}" in SCRIPTS["deployed: Install"]
     deployments = yaml.safe_load((CI.parent / "prefect.yaml").read_text())["deployments"]

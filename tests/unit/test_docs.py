@@ -16,20 +16,19 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import pytest
-import typer.main
 import yaml
 from pydantic import AwareDatetime, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 import tasks.errors  # noqa: F401 registers its classes
-from flows.cli.app import app
+from flows.cli.app import COMMANDS, GROUPS, command_line, with_program_apart
 from flows.staging import StagingRequest
 from pools.config import InferencePoolConfig, ModelConfig
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
@@ -88,7 +87,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REFERENCE = ROOT / "docs" / "reference.md"
 REGENERATE = ".venv/bin/python tests/unit/test_docs.py --write"
 PACKAGES = ("flows", "tasks", "pools", "resources")
-COMMAND = typer.main.get_command(app)
+COMMAND = command_line()
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -291,26 +290,30 @@ def commands_list() -> str:
     """Lists every subcommand with its arguments and options; `--help` explains them."""
     parts = []
     for name, command in commands().items():
-        options = ", ".join(f"`{option_text(option)}`" for option in command.params)
-        parts.append(f"### assay {name}\n\n{command.help}\n\n{options}\n")
+        options = ", ".join(f"`{option_text(option)}`" for option in options_of(command))
+        help_text = str(inspect.getdoc(command.default_command)).partition("\n\nArgs:")[0]
+        parts.append(f"### assay {name}\n\n{help_text}\n\n{options}\n")
     return "\n".join(parts)
 
 
 def option_text(option: Any) -> str:
     """Formats an option with its default, or an argument in capitals, in brackets if it is optional."""
-    if option.param_type_name == "argument":
-        return option.name.upper() if option.required else f"[{option.name.upper()}]"
-    names = "/".join([*option.opts, *option.secondary_opts])
-    return names if getattr(option, "is_flag", False) or option.default in (None, ()) else f"{names}={option.default}"
+    names = "/".join(option.names)
+    if not names.startswith("-"):
+        return names if option.required else f"[{names}]"
+    default = option.field_info.default
+    return names if default in (None, (), True, False) else f"{names}={default}"
+
+
+def options_of(command: Any) -> list[Any]:
+    """Returns the arguments and options of a command, without the groups of options."""
+    return [option for option in command.assemble_argument_collection() if option.names != ("*",)]
 
 
 def commands() -> dict[str, Any]:
     """Returns the subcommands of `assay` by name; names in a group are like `pool up`."""
-    by_name: dict[str, Any] = {}
-    for name, command in vars(COMMAND)["commands"].items():
-        group = getattr(command, "commands", None)
-        by_name |= {name: command} if group is None else {f"{name} {sub}": nested for sub, nested in group.items()}
-    return by_name
+    names = [name for panel in COMMANDS.values() for name in panel]
+    return {name: reduce(lambda app, word: app[word], name.split(), COMMAND) for name in names}
 
 
 def command_of(words: list[str]) -> tuple[str, list[str]]:
@@ -461,7 +464,8 @@ def test_assay_commands_in_code_blocks_parse_with_the_real_command_line():
         )  # allowed anywhere
         assert name, f"{document}: assay {shlex.join(words)}"
         try:
-            commands()[name].make_context(name, arguments)
+            line = [*name.split(), *arguments]
+            COMMAND.parse_args(with_program_apart(COMMAND, line), exit_on_error=False, print_error=False)
         except Exception as error:
             raise AssertionError(f"{document}: assay {shlex.join(words)}: {error}") from error
 
@@ -472,13 +476,9 @@ def test_assay_commands_in_sentences_name_options_that_exist():
             used = {word.partition("=")[0] for word in text.split() if word.startswith("--")}
             name, _ = command_of(text.split())
             named = [commands()[name]] if name else []
-            assert named or text.startswith("--") or text in vars(COMMAND)["commands"], f"{path.name}: assay {text}"
-            known = {
-                option
-                for command in (COMMAND, *named)
-                for parameter in command.params
-                for option in (*parameter.opts, *parameter.secondary_opts)
-            }
+            assert named or text.startswith("--") or text in GROUPS, f"{path.name}: assay {text}"
+            known = {"--help", "--traceback", "--insecure"}
+            known |= {spelling for command in named for option in options_of(command) for spelling in option.names}
             assert used <= known, f"{path.name}: assay {text}"
 
 

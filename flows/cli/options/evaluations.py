@@ -1,19 +1,28 @@
-"""Converts options of `assay evaluate` and `assay pool` to configurations."""
+"""Options of an evaluation or a suite, and their conversion to configurations."""
 
 from __future__ import annotations
 
-import ast
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from flows.cli.options.groups import POOL_OPTIONS, EvaluationOptions, refuse_with_config, tpu_asked
+from cyclopts import Parameter
+
+from flows.cli.options.pools import (
+    POOL_OPTIONS,
+    AtLeastZero,
+    OptionGroup,
+    PoolOptions,
+    pool_content,
+    refuse_with,
+    refuse_with_config,
+    resources_asked,
+)
 from resources.errors import BadInput
-from resources.regions.region_table import Regions
-from resources.regions.regions import known_regions
 from resources.storage import storage
 from tasks.records.provenance import place_in_git
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.publishing import sinks_in
-from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.evaluators import (
     DEFAULT_EVALUATOR,
     EVALUATORS,
@@ -27,10 +36,128 @@ from tasks.spec.loading import build_config, load_config
 from tasks.spec.names import name_of
 from tasks.spec.suites import SuiteRequest
 
+_SHARES = ("max_truncated", "max_at_limit")
+_JUDGE = ("judge_url", "judge_pool", "judge_model", "judge_annotator")
+_NO_POOL = PoolOptions()
 
-def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConfig:
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ServedOptions(OptionGroup):
+    """The model, and a pool that serves it already."""
+
+    model: str | None = None
+    """A checkpoint, or a run that holds them as hf/step-N."""
+    name: str | None = None
+    """Name of the run in records, reports and outputs."""
+    pool: str | None = None
+    """A kept pool, by name or https:// address: see assay pool."""
+    pool_key_block: str | None = None
+    """Prefect secret block with the key of that pool; ASSAY_POOL_KEY when left out."""
+
+    def require_pool_of_key_block(self) -> None:
+        """Raises BadInput for a key without a pool."""
+        if self.pool_key_block is not None and self.pool is None:
+            raise BadInput(
+                expected="--pool with --pool-key-block",
+                found="--pool-key-block alone",
+                remedy="name the pool by its address, or leave the key out",
+            )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class EvaluationOptions(ServedOptions):
+    """An evaluation, or a suite."""
+
+    evals: Annotated[tuple[str, ...], Parameter("--eval")] = ()
+    """Benchmark or benchmark:shots; repeatable."""
+    force_fewshot: bool = False
+    """Put shots also in front of a benchmark that takes none."""
+    evaluator: str | None = None
+    """lm-eval (when left out), helm, alpaca-eval, inspect-ai, levanter."""
+    suite: str | None = None
+    """A suite by its name, or a YAML file; see assay suites."""
+    only: tuple[str, ...] = ()
+    """A part of the suite; repeatable."""
+    output: str | None = None
+    """Folder for records, evaluations when left out."""
+    limit: int | None = None
+    """Questions per benchmark."""
+    max_truncated: float | None = None
+    """Share of prompts that may be cut to fit."""
+    max_at_limit: float | None = None
+    """Share of answers that may end at the limit."""
+    benchmarks: str | None = None
+    """Folder with benchmarks of your own (YAML)."""
+    base_url: str | None = None
+    """An endpoint that serves the checkpoint already."""
+    served_name: str | None = None
+    """The checkpoint's name at the endpoint, if different."""
+    allow_code: tuple[str, ...] = ()
+    """A benchmark that may run code the model wrote; repeatable."""
+    judge_url: str | None = None
+    """Endpoint of a judge; its own pool when left out."""
+    judge_pool: str | None = None
+    """A kept pool as the judge."""
+    judge_model: str | None = None
+    """Name of the judge there."""
+    judge_annotator: str | None = None
+    """AlpacaEval's configuration of the judge."""
+    sinks: str | None = None
+    """YAML file with sinks, where results are announced."""
+    mlflow: bool = False
+    """Show results in MLflow too: in mlruns next to the records."""
+    mlflow_uri: str | None = None
+    """Tracking server, sqlite:///FILE or folder for that."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SelectionOptions(OptionGroup):
+    """Checkpoints of a run, as in `CheckpointSelection`."""
+
+    which: str = "all"
+    """all, latest or first."""
+    every: int | None = None
+    """Only the first step at or past each multiple of this, and the last."""
+    step: tuple[int, ...] = ()
+    """Only this training step; repeatable."""
+    wait: float = 0.0
+    """Seconds to wait for checkpoints that are being written."""
+
+    def content(self) -> dict[str, Any]:
+        """Returns the input for `CheckpointSelection`."""
+        return {
+            "which": self.which,
+            "every_n_steps": self.every,
+            "steps": self.step,
+            "wait_for_incomplete_seconds": self.wait,
+        }
+
+    def selection(self) -> CheckpointSelection:
+        """Returns the selection for the options."""
+        return build_config(self.content(), CheckpointSelection, source="the options")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class WorkPoolOptions(OptionGroup):
+    """Execution at a work pool of another region, and limits of cost."""
+
+    on_work_pool: bool = False
+    """At the work pool of the best region, not here; waits for it."""
+    max_egress_usd: Annotated[float | None, AtLeastZero] = None
+    """Most that reading from another region may cost; ASSAY_MAX_EGRESS_USD when left out."""
+    max_usd: Annotated[float | None, AtLeastZero] = None
+    """Begin nothing with a higher or unknown expected cost; ASSAY_MAX_USD when left out."""
+
+
+def evaluation_from_file(
+    uri: str, options: EvaluationOptions = EvaluationOptions(), engines: PoolOptions = _NO_POOL
+) -> EvaluationConfig:
     """Returns the configuration in a file; other options are refused."""
-    refuse_with_config(options.given(), "an evaluation")
+    refuse_with_config([*options.given(), *engines.given()], "an evaluation")
     config = load_config(uri, EvaluationConfig)
     entries = getattr(config.evaluator, "run_specs_path", None)
     tags = {
@@ -49,7 +176,7 @@ def _git_tags(uri: str | None, *names: str) -> dict[str, str]:
     return dict(zip(names, place, strict=False)) if place else {}
 
 
-def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
+def evaluation_from_options(options: EvaluationOptions, engines: PoolOptions = _NO_POOL) -> EvaluationConfig:
     """Returns the configuration for command-line options."""
     if options.model is None or not options.evals:
         raise BadInput(
@@ -57,76 +184,58 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
             found=" and ".join(options.given("model", "evals")) or "neither",
             remedy="for example: assay evaluate --model runs/a --eval demo_facts",
         )
-    _refuse_with("--eval", options.given("only"), "it chooses among the evaluations of a suite")
+    refuse_with("--eval", options.given("only"), "it chooses among the evaluations of a suite")
     evaluator = _evaluator(options.evaluator)
     kind, judge = options_kind(evaluator), _judge(options)
     chosen: dict[str, Any] = {"name": evaluator}
     if judge is not None:
         if not issubclass(kind, JudgedOptions):
-            _refuse_with(f"--evaluator {options.evaluator or 'lm-eval'}", options.given(*_JUDGE), "it needs no judge")
+            refuse_with(f"--evaluator {options.evaluator or 'lm-eval'}", options.given(*_JUDGE), "it needs no judge")
         chosen["judge"] = judge
     if options.allow_code:
         if not issubclass(kind, CodeOptions):
-            _refuse_with(f"--evaluator {options.evaluator}", ["--allow-code"], "it runs no code the model wrote")
+            refuse_with(f"--evaluator {options.evaluator}", ["--allow-code"], "it runs no code the model wrote")
         chosen["allow_code_execution"] = options.allow_code
     content: dict[str, Any] = {
-        **_content(options),
+        **_content(options, engines),
         "evaluator": chosen,
         "evals": [_benchmark(text, forced=options.force_fewshot) for text in options.evals],
     }
     if issubclass(kind, NativeOptions):
-        unused = options.given("base_url", "pool", "pool_key_block", "replicas", "engine", "chat", "served_name")
-        _refuse_with(f"--evaluator {options.evaluator}", unused, "it loads the checkpoint itself, without an engine")
-        content["resource_config"] = resources_asked(options)
+        unused = options.given("base_url", "pool", "pool_key_block", "served_name")
+        unused += engines.given("replicas", "engine", "chat")
+        refuse_with(f"--evaluator {options.evaluator}", unused, "it loads the checkpoint itself, without an engine")
+        content["resource_config"] = resources_asked(engines)
     elif options.base_url is None and options.pool is None:
-        content["pool_config"] = pool_content(options)
+        content["pool_config"] = pool_content(engines, model=options.model, name=options.name)
     return build_config(content, EvaluationConfig, source="the options")
 
 
-def suite_request_from_options(options: EvaluationOptions) -> SuiteRequest:
+def suite_request_from_options(options: EvaluationOptions, engines: PoolOptions = _NO_POOL) -> SuiteRequest:
     """Returns the suite request for command-line options."""
     if options.model is None:
         raise BadInput(expected="--model with --suite", found="none", remedy="name a run or a checkpoint")
     conflicting = options.given("evals", "evaluator", "force_fewshot")
-    _refuse_with("--suite", conflicting, "the suite names benchmarks and evaluators")
+    refuse_with("--suite", conflicting, "the suite names benchmarks and evaluators")
     content: dict[str, Any] = {
-        **_content(options),
+        **_content(options, engines),
         "only": options.only,
         "allow_code_execution": options.allow_code,
         "judge": _judge(options),
-        "apply_chat_template": True if options.chat else None,
+        "apply_chat_template": True if engines.chat else None,
     }
-    if options.given(*POOL_OPTIONS):
-        content["pool_config"] = pool_content(options)
-        content["resource_config"] = resources_asked(options)
+    if engines.given(*POOL_OPTIONS):
+        content["pool_config"] = pool_content(engines, model=options.model, name=options.name)
+        content["resource_config"] = resources_asked(engines)
     return build_config(content, SuiteRequest, source="the options")
 
 
-def pool_content(options: EvaluationOptions) -> dict[str, Any]:
-    """Returns the pool for options, as input for `InferencePoolConfig`."""
-    assert options.model is not None
-    return {
-        "resource_config": resources_asked(options),
-        "model": {
-            "name": options.name or name_of(options.model)[0],
-            "engine_kwargs": dict(key_and_value("--engine", text) for text in options.engine),
-            "apply_chat_template": options.chat,
-        },
-    }
-
-
-_CORES = 2
-_PLAIN = ("cpu", "hosts", "ram", "disk", "zone", "image")
-_SHARES = ("max_truncated", "max_at_limit")
-_JUDGE = ("judge_url", "judge_pool", "judge_model", "judge_annotator")
-
-
-def _content(options: EvaluationOptions) -> dict[str, Any]:
+def _content(options: EvaluationOptions, engines: PoolOptions) -> dict[str, Any]:
     served = options.given("base_url", "pool")
     if served:
-        pool_options = options.given(*POOL_OPTIONS)
-        _refuse_with(served[0], pool_options, "they are for a pool that is started; it serves as its owner chose")
-    require_pool_of_key_block(options)
+        why = "they are for a pool that is started; it serves as its owner chose"
+        refuse_with(served[0], engines.given(*POOL_OPTIONS), why)
+    options.require_pool_of_key_block()
     return {
         "model_path": options.model,
         "model_name": options.name,
@@ -137,20 +246,10 @@ def _content(options: EvaluationOptions) -> dict[str, Any]:
         "base_url": options.base_url,
         "pool_name": options.pool,
         "pool_key_block": options.pool_key_block,
-        "apply_chat_template": True if options.chat and served else None,
+        "apply_chat_template": True if engines.chat and served else None,
         "sinks": (*(sinks_in(options.sinks, None) or ()), *_mlflow(options)),
         **{name: share for name in _SHARES if (share := getattr(options, name)) is not None},
     }
-
-
-def require_pool_of_key_block(options: EvaluationOptions) -> None:
-    """Raises BadInput for a key without a pool."""
-    if options.pool_key_block is not None and options.pool is None:
-        raise BadInput(
-            expected="--pool with --pool-key-block",
-            found="--pool-key-block alone",
-            remedy="name the pool by its address, or leave the key out",
-        )
 
 
 def _mlflow(options: EvaluationOptions) -> list[dict[str, str]]:
@@ -167,15 +266,6 @@ def _mlflow(options: EvaluationOptions) -> list[dict[str, str]]:
     local_uri = storage.join(storage.parent(storage.absolute(output)), "mlruns")
     experiment = options.name or name_of(options.model)[0]
     return [{"kind": "mlflow", "tracking_uri": place or local_uri, "experiment": experiment}]
-
-
-def _refuse_with(option: str, others: list[str], why: str) -> None:
-    if others:
-        raise BadInput(
-            expected=f"only options that apply with {option}",
-            found=f"{option} and {', '.join(others)}",
-            remedy=f"leave {others[0]} out: {why}",
-        )
 
 
 def _evaluator(name: str | None) -> str:
@@ -197,31 +287,6 @@ def _judge(options: EvaluationOptions) -> dict[str, Any] | None:
     return {"base_url": options.judge_url, "pool_name": options.judge_pool, "model": options.judge_model, **asked}
 
 
-def resources_asked(options: EvaluationOptions, *, regions: Regions | None = None) -> dict[str, Any]:
-    """Returns the resources for options, as input for `ResourceConfig`; regions by their names in a table."""
-    if options.gpu is not None and options.tpu is not None:
-        raise BadInput(expected="one of --gpu and --tpu", found="both", remedy="keep one of them")
-    asked: dict[str, Any] = {"replicas": options.replicas or 1, "preemptible": not options.on_demand}
-    asked |= {name: value for name in _PLAIN if (value := getattr(options, name))}
-    if options.region:
-        known = regions or known_regions()
-        asked["regions"] = tuple(known.named(name).name for name in options.region)
-    if options.gpu is None and options.tpu is None:
-        asked.setdefault("cpu", _CORES)
-    if options.gpu is not None:
-        variant, separator, count = options.gpu.partition(":")
-        if separator and not (count.isdecimal() and len(count) < 19):
-            raise BadInput(
-                expected="--gpu VARIANT or --gpu VARIANT:COUNT",
-                found=f"--gpu {options.gpu}",
-                remedy="for example --gpu H100:2, or --gpu auto",
-            )
-        asked["device"] = {"kind": "gpu", "variant": variant, "count": int(count or 1)}
-    elif options.tpu is not None:
-        asked["device"] = tpu_asked(options.tpu)
-    return asked
-
-
 def _benchmark(text: str, *, forced: bool) -> dict[str, Any]:
     name, separator, shots = text.partition(":")
     if not separator:
@@ -231,17 +296,3 @@ def _benchmark(text: str, *, forced: bool) -> dict[str, Any]:
             expected="--eval NAME or --eval NAME:SHOTS", found=f"--eval {text}", remedy="give a number of shots"
         )
     return {"name": name, "num_fewshot": int(shots), "task_alias": f"{name}_{shots}shot", "force_fewshot": forced}
-
-
-def key_and_value(option: str, text: str) -> tuple[str, Any]:
-    """Returns key and value of an option `key=value`; the value is parsed as a literal or boolean if possible."""
-    key, separator, value = text.partition("=")
-    if not separator:
-        example = {"--engine": "max_model_len=4096"}.get(option, "top_k=40")
-        raise BadInput(
-            expected=f"{option} key=value", found=f"{option} {text}", remedy=f"for example {option} {example}"
-        )
-    try:
-        return key, ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
-    except (ValueError, SyntaxError):
-        return key, value

@@ -248,5 +248,5 @@ def _lost(key: str, folder: str) -> ClaimLost:
     return ClaimLost(
         expected=f"a valid claim of {key}",
         found=f"its claim in {folder} was ended, succeeded or not renewed in time",
-        remedy="`assay gaps` shows its holder; answers so far are in the journal",
+        remedy="`assay status --gaps` shows its holder; answers so far are in the journal",
     )

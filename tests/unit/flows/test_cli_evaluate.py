@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.models import write_run
-from flows.cli.app import app
+from flows.cli import evaluate as command
 from flows.cli.evaluate import show_series
-from flows.cli.options.evaluations import evaluation_from_options
-from flows.cli.options.groups import EvaluationOptions
-from flows.console import running
+from flows.cli.options.evaluations import EvaluationOptions, evaluation_from_options
 from flows.console.running import SeriesResult
 from resources.errors import BadInput
 from resources.settings import settings
@@ -33,10 +31,10 @@ def test_egress_that_is_allowed_holds_while_the_checkpoints_are_evaluated_and_no
 
     monkeypatch.setenv("ASSAY_MAX_EGRESS_USD", "1.5")
     settings.cache_clear()
-    monkeypatch.setattr(running, "run_series", run_series)
+    monkeypatch.setattr(command, "run_series", run_series)
     run = write_run(tmp_path / "run", [1])
-    command = ["evaluate", "--model", str(run), "--eval", "demo_facts", "--output", str(tmp_path / "out"), *given]
-    done = CliRunner().invoke(app, command)
+    line = ["evaluate", "--model", str(run), "--eval", "demo_facts", "--output", str(tmp_path / "out"), *given]
+    done = invoke(line)
     assert done.exit_code == 0, (done.output, done.exception)
     assert (seen, settings().max_egress_usd) == ([allowed], 1.5)
 

@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 
-from flows.cli.options.generations import generation_from_options
-from flows.cli.options.groups import (
-    EvaluationOptions,
-    GenerationOutputOptions,
-    PromptOptions,
-    SamplingOptions,
-    SelectionOptions,
-)
+from flows.cli.generate import GenerationOutputOptions, PromptOptions, SamplingOptions, generation_from_options
+from flows.cli.options.evaluations import SelectionOptions, ServedOptions
+from flows.cli.options.pools import PoolOptions
 from resources.errors import BadInput
 from tasks.generation.config import GenerationConfig
 
@@ -23,13 +18,15 @@ from tasks.generation.config import GenerationConfig
 def generation(
     *, served: dict[str, Any] | None = None, sampling: dict[str, Any] | None = None, **fields: Any
 ) -> GenerationConfig:
-    prompts = {name: fields.pop(name) for name in ("prompts", "template") if name in fields}
+    prompts = {name: fields.pop(name) for name in ("files", "template") if name in fields}
+    engines = {name: fields.pop(name) for name in ("chat", "replicas") if name in fields}
     return generation_from_options(
-        EvaluationOptions(**{"model": "runs/a", **(served or {})}),
-        PromptOptions(**{"prompts": ("a.jsonl",), **prompts}),
+        ServedOptions(**{"model": "runs/a", **(served or {})}),
+        PromptOptions(**{"files": ("a.jsonl",), **prompts}),
         SamplingOptions(**(sampling or {})),
-        GenerationOutputOptions(**{"output": "out", **fields}),
+        GenerationOutputOptions(**{"output_path": "out", **fields}),
         SelectionOptions(),
+        PoolOptions(**engines),
     )
 
 
@@ -39,7 +36,8 @@ def test_options_become_fields_and_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "template.txt").write_text("Say {{ x }}")
     sampling = {"json_schema": str(tmp_path / "schema.json"), "tools": str(tmp_path / "tools.json")}
     config = generation(
-        served={"chat": True, "replicas": 2},
+        chat=True,
+        replicas=2,
         sampling={**sampling, "extra": ("top_k=5", "ignore_eos=true")},
         template=f"@{tmp_path}/template.txt",
         max_errors="2%",
@@ -71,9 +69,9 @@ def test_most_errors_are_a_number_a_share_or_any(text: str, most: float) -> None
     ("fields", "words"),
     [
         ({"served": {"model": None}}, "--model or --pool, --prompts and --output"),
-        ({"prompts": ()}, "--model or --pool, --prompts and --output"),
-        ({"output": None}, "--model or --pool, --prompts and --output"),
-        ({"served": {"pool": "warm", "replicas": 2}}, "--pool and --replicas"),
+        ({"files": ()}, "--model or --pool, --prompts and --output"),
+        ({"output_path": None}, "--model or --pool, --prompts and --output"),
+        ({"served": {"pool": "warm"}, "replicas": 2}, "--pool and --replicas"),
         ({"served": {"pool_key_block": "kept-pool"}}, "--pool with --pool-key-block"),
         ({"max_errors": "few"}, "a number, a share or any"),
         ({"template": "@nowhere"}, "nowhere is not there"),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.cli.options.jobs import SubmitOptions, client_of, job_name, request_of
+from fakes.cli import invoke
+from flows.cli.jobs import PlaceOptions, SubmitOptions, job_name, request_of
+from flows.cli.options.pools import MachineOptions
 from flows.console.job_following import ending_of, follow, is_lost
 from resources.backends.local.client import LocalClient
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
@@ -20,9 +21,11 @@ from resources.jobs.jobs import Command, JobDetails, JobRequest, JobStatus
 from resources.jobs.logs import LogPart
 
 
-def job(workspace: Path, *command: str, **options: object) -> JobRequest:
-    content = {"command": command or ("python", "a.py"), **options}
-    return request_of(SubmitOptions.model_validate(content), workspace=workspace)
+def job(workspace: Path, *command: str, **options: Any) -> JobRequest:
+    machine = {field.name: options.pop(field.name) for field in fields(MachineOptions) if field.name in options}
+    return request_of(
+        command or ("python", "a.py"), SubmitOptions(**options), MachineOptions(**machine), workspace=workspace
+    )
 
 
 def test_submit_options_become_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -35,11 +38,11 @@ def test_submit_options_become_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
         cpu=3,
         tpu="v5e-16",
         replicas=2,
-        regions=("eu-west4", "us-west4"),
-        preemptible=False,
-        extras=("eval,tpu", "more"),
+        region=("eu-west4", "us-west4"),
+        on_demand=True,
+        extra=("eval,tpu", "more"),
         pip=("einops",),
-        variables=("FROM_HERE", "GIVEN=a=b", "EMPTY="),
+        env=("FROM_HERE", "GIVEN=a=b", "EMPTY="),
         retries=1,
         preemption_retries=7,
     )
@@ -78,9 +81,9 @@ def test_submit_reads_the_device_from_a_word(tmp_path: Path, options: dict[str, 
         ({"tpu": "v5e-3"}, "v5e-3"),
         ({"cpu": 0}, "cpu"),
         ({"ram": "lots"}, "lots"),
-        ({"variables": ("ASSAY_TEST_IS_NOT_SET",)}, "not set"),
-        ({"variables": ("=1",)}, "KEY"),
-        ({"regions": ("us-east55",)}, "us-east5"),
+        ({"env": ("ASSAY_TEST_IS_NOT_SET",)}, "not set"),
+        ({"env": ("=1",)}, "KEY"),
+        ({"region": ("us-east55",)}, "us-east5"),
         ({"name": "two words"}, "name"),
     ],
 )
@@ -92,7 +95,7 @@ def test_submit_option_that_cannot_be_right_is_refused(tmp_path: Path, options: 
 
 def test_submit_to_a_region_without_the_device_names_another_region(tmp_path: Path):
     with pytest.raises(NoMatchingRegion, match="us-central2"):
-        job(tmp_path, tpu="v4-8", regions=("us-east1",))
+        job(tmp_path, tpu="v4-8", region=("us-east1",))
 
 
 @pytest.mark.parametrize(
@@ -104,12 +107,12 @@ def test_job_name_follows_from_the_command(command: tuple[str, ...], name: str):
 
 
 def test_cluster_without_an_address_says_how_to_set_it():
-    with pytest.raises(BadInput, match="assay cluster dashboard us-east5"):
-        client_of(backend=None, cluster="us-east5")
+    with pytest.raises(BadInput, match="assay cluster status us-east5 --forward"):
+        PlaceOptions(cluster="us-east5").client()
     with pytest.raises(BadInput, match="assay cluster up local"):
-        client_of(backend=None, cluster="local")
+        PlaceOptions(cluster="local").client()
     with pytest.raises(BadInput, match="--cluster us-east5"):
-        client_of(backend="local", cluster="us-east5")
+        PlaceOptions(backend="local", cluster="us-east5").client()
 
 
 def details(status: JobStatus, *, failures: int = 0, preemptions: int = 0) -> JobDetails:
@@ -206,19 +209,19 @@ def test_following_bears_a_backend_that_is_silent_for_a_while():
 
 
 def test_submit_no_wait_with_auto_stop_is_refused():
-    shown = CliRunner().invoke(app, ["submit", "--no-wait", "--auto-stop", "--", sys.executable])
+    shown = invoke(["submit", "--no-wait", "--auto-stop", "--", sys.executable])
     assert isinstance(shown.exception, BadInput)
 
 
-@pytest.mark.parametrize("command", ["list", "status"])
-def test_jobs_show_a_reason_with_brackets_as_it_is(tmp_path: Path, command: str):
+@pytest.mark.parametrize("alone", [False, True])
+def test_jobs_show_a_reason_with_brackets_as_it_is(tmp_path: Path, alone: bool):
     client = LocalClient(tmp_path / "jobs")
     request = JobRequest("job", Command("true"), resources=ResourceConfig())
     submitted = client.submit(request)
     submitted.wait(60)
     status_file = tmp_path / "jobs" / submitted.job_id / "status.json"
     status_file.write_text(json.dumps({**json.loads(status_file.read_text()), "reason": "see [/tmp/x]"}))
-    arguments = ["jobs", command, *([submitted.job_id] if command == "status" else []), "--backend", client.url]
-    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    arguments = ["jobs", "list", *([submitted.job_id] if alone else []), "--backend", client.url]
+    shown = invoke(arguments, env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     assert "see [/tmp/x]" in shown.output

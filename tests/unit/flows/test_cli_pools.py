@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.models import write_run
-from flows.cli.app import app
+from flows.cli import pools
 from flows.cli.pools import accelerators_counted, checkpoints_to_serve
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
-from pools.pool import kept
 from pools.pool.kept import KeptPool
-from resources.environments import environments
 from resources.errors import ProxyFailed
 from tasks.errors import NoCheckpoints
 
@@ -59,13 +57,13 @@ def kept_up(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
         asked.append(Kept(name, config, checkpoints, options))
         raise ProxyFailed(expected="a pool", found="a test", remedy="none")
 
-    monkeypatch.setattr(kept, "keep_up", keep_up)
-    monkeypatch.setattr(environments, "ensure_environment", lambda spec: None)
+    monkeypatch.setattr(pools, "keep_up", keep_up)
+    monkeypatch.setattr(pools, "ensure_environment", lambda spec: None)
     return asked
 
 
 def pool_up(*arguments: str | Path) -> BaseException | None:
-    return CliRunner().invoke(app, ["pool", "up", *map(str, arguments)]).exception
+    return invoke(["pool", "up", *arguments]).exception
 
 
 @pytest.mark.parametrize(("gpu", "reserved"), [(("--gpu", "H100:2"), accelerators_counted), ((), nullcontext)])

@@ -91,7 +91,7 @@ def test_command_shows_no_control_sequence_of_a_record(tmp_path: Path, arguments
 
 def test_traceback_of_an_unforeseen_error_shows_no_control_sequence() -> None:
     failing = f"def failing(arguments): raise RuntimeError({HOSTILE!r})"
-    shown = terminal_output("-c", f"from flows.cli import app\n{failing}\napp.app = failing\napp.main()")
+    shown = terminal_output("-c", f"from flows.cli import app\n{failing}\napp.run = failing\napp.main()")
     assert "Traceback" in shown and "RuntimeError" in shown and "evil" in shown
     assert not [sequence for sequence in FORBIDDEN if sequence in shown]
 

@@ -13,8 +13,8 @@ from fakes.cells import of_cell
 from fakes.command import run_command
 from fakes.models import write_run
 from fakes.records import make_record
-from flows.cli.options.evaluations import evaluation_from_options
-from flows.cli.options.groups import EvaluationOptions
+from flows.cli.options.evaluations import EvaluationOptions, evaluation_from_options
+from flows.cli.options.pools import PoolOptions
 from flows.console.console import ERR
 from flows.console.finished import records_if_finished
 from flows.console.running import run_series
@@ -167,9 +167,8 @@ def test_evaluation_that_may_cost_less_than_is_expected_is_refused_before_anythi
     arguments += ["--tpu", "v5litepod-8"]
     with set_current_client(LocalClient(device_root=slices(tmp_path))):
         asked = evaluation_from_options(
-            EvaluationOptions(
-                model=config.model_path, output=str(tmp_path / "priced"), evals=("demo_facts",), tpu="v5litepod-8"
-            )
+            EvaluationOptions(model=config.model_path, output=str(tmp_path / "priced"), evals=("demo_facts",)),
+            PoolOptions(tpu="v5litepod-8"),
         )
         first, *_ = planned(as_served(asked))
         measured = make_record(**of_cell(first), cost=Cost(replica_seconds=3600.0))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from cyclopts import App
 
 from fakes.jobs import FakeClient
 from fakes.models import write_run
 from fakes.records import make_record
-from flows.cli.options.evaluations import evaluation_from_options
-from flows.cli.options.groups import POOL_OPTIONS, EngineOptions, EvaluationOptions, MachineOptions, flattened
+from flows.cli.options.evaluations import EvaluationOptions, evaluation_from_options
+from flows.cli.options.pools import POOL_OPTIONS, PoolOptions
 from flows.console.dry_run import Plan, plan_of
 from resources.backends.current import set_current_client
 from resources.backends.iris.resources import Group, check_groups
@@ -34,9 +32,10 @@ from tasks.records.cost import Cost
 from tasks.records.provenance import hardware
 from tasks.records.record import write_record
 from tasks.running.cells import as_served, plan_cells
-from tasks.spec.evaluation import CheckpointSelection
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 
 GIB = 2**30
+PLAIN = PoolOptions()
 GIVEN = {
     "gpu": "H100:2",
     "replicas": 3,
@@ -50,33 +49,31 @@ GIVEN = {
 ON_DEMAND = [*(part for name, value in GIVEN.items() for part in (f"--{name}", str(value))), "--on-demand"]
 
 
-def options_of(*arguments: str, **others: Any) -> EvaluationOptions:
-    """Returns the options that a command parses from its command line, together with other options of an evaluation."""
-    parsed: list[EvaluationOptions] = []
-    others = {"model": "runs/a", "evals": ("piqa",), **others}
+def options_of(*arguments: str) -> PoolOptions:
+    """Returns the options that a command parses from its command line."""
+    command = App(result_action="return_value")
 
-    @flattened
-    def evaluate(engines: EngineOptions, machine: MachineOptions) -> None:
-        parsed.append(EvaluationOptions(**others, **asdict(engines), **asdict(machine)))
+    @command.default
+    def up(*, engines: PoolOptions = PLAIN) -> PoolOptions:
+        return engines
 
-    command = typer.Typer()
-    command.command()(evaluate)
-    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return parsed[0]
+    return command(arguments, exit_on_error=False)
+
+
+def evaluation(*arguments: str, **others: Any) -> EvaluationConfig:
+    options = EvaluationOptions(**{"model": "runs/a", "evals": ("piqa",), **others})
+    return evaluation_from_options(options, options_of(*arguments))
 
 
 def resources_of(*arguments: str) -> ResourceConfig:
-    pool = evaluation_from_options(options_of(*arguments)).pool_config
+    pool = evaluation(*arguments).pool_config
     assert pool is not None
     return pool.resource_config
 
 
-def test_options_are_all_those_of_a_pool() -> None:
-    assert set(POOL_OPTIONS) == {*EngineOptions.__annotations__, *MachineOptions.__annotations__} - {"chat"}
-    assert set(options_of(*ON_DEMAND, "--hosts", "2", "--engine", "seed=1").given(*POOL_OPTIONS)) == {
-        f"--{name.replace('_', '-')}" for name in POOL_OPTIONS if name != "tpu"
-    }
+def test_given_options_are_those_of_a_pool() -> None:
+    given = options_of(*ON_DEMAND, "--hosts", "2", "--engine", "seed=1").given(*POOL_OPTIONS)
+    assert set(given) == {f"--{name.replace('_', '-')}" for name in POOL_OPTIONS if name != "tpu"}
 
 
 def test_options_become_resources() -> None:
@@ -98,7 +95,7 @@ def test_machines_of_a_replica_reach_its_jobs_its_price_and_its_cluster(tmp_path
     with pytest.raises(UnsatisfiableResources, match="2 machines each"):
         job_variables(given, region)
     with set_current_client(CloudClient()):
-        _, machine, *_ = planned(*ON_DEMAND, "--hosts", "2", folder=tmp_path).lines()
+        *_, machine, _, _, _ = planned(*ON_DEMAND, "--hosts", "2", folder=tmp_path).lines()
     assert machine.startswith("3 × 2 × 2 H100 GPUs, 11 cores")
     with pytest.raises(BadInput, match="a single machine for each replica of a job"):
         JobRequest("job", Command("true"), resources=given)
@@ -117,7 +114,7 @@ def test_options_that_are_left_out_go_with_the_device() -> None:
 
 def test_region_without_a_description_is_refused() -> None:
     with pytest.raises(BadInput, match="us-central1"):
-        evaluation_from_options(options_of("--region", "us-centrl1"))
+        evaluation("--region", "us-centrl1")
 
 
 def test_options_reach_the_pods_of_kubernetes() -> None:
@@ -199,7 +196,7 @@ class CloudClient(FakeClient):
 def planned(*arguments: str, folder: Path) -> Plan:
     """Plans two checkpoints, with all questions and with two; the record of the first with all took an hour."""
     run, output = write_run(folder / "run-a", [100, 200]), str(folder / "out")
-    config = evaluation_from_options(options_of(*arguments, model=str(run), evals=("demo_facts",), output=output))
+    config = evaluation(*arguments, model=str(run), evals=("demo_facts",), output=output)
     first = plan_cells.fn([as_served(config)], find_checkpoints(str(run)))[0]
     measured = make_record(
         checkpoint=first.reference,
@@ -217,8 +214,12 @@ def planned(*arguments: str, folder: Path) -> Plan:
 def test_dry_run_says_what_would_be_asked_for_where_and_at_what_price(tmp_path: Path) -> None:
     with set_current_client(CloudClient()):
         plan = planned(*ON_DEMAND, folder=tmp_path)
-    first, machine, price, expected, guess = plan.lines()
+    first, *cells, machine, price, expected, guess = plan.lines()
     assert first == "4 cells wanted, 1 recorded already, 3 to evaluate"
+    assert sorted(cells) == ["  run-a-100 · lm-eval: demo_facts"] + [
+        "  run-a-100 · lm-eval: demo_facts (recorded)"
+    ] + 2 * ["  run-a-200 · lm-eval: demo_facts"]
+    assert [cell["recorded"] for cell in plan.as_dict()["cells"]].count(True) == 1
     assert machine == (
         "3 × 2 H100 GPUs, 11 cores, 77g of memory, 200g of disk, on demand, zone us-central1-a, image team/image:1; "
         "on iris://controller:10000"
@@ -238,8 +239,8 @@ def test_dry_run_says_what_would_be_asked_for_where_and_at_what_price(tmp_path: 
 
 def test_dry_run_on_this_machine_costs_nothing_and_refuses_what_it_has_not(tmp_path: Path) -> None:
     plan = planned("--replicas", "2", folder=tmp_path)
-    _, machine, expected, _ = plan.lines()
-    assert machine == "2 × 2 cores, 4g of memory, 16g of disk, preemptible; on this machine"
+    *_, machine, expected, _ = plan.lines()
+    assert machine == "2 × 2 cores, 4g of memory, 16g of disk; on this machine"
     assert "0.000 chip-hours, unknown (this machine is in no region that has prices)" in expected
     client = LocalClient(tmp_path / "jobs", device_root=tmp_path)
     with set_current_client(client), pytest.raises(UnsatisfiableResources, match="2 NVIDIA GPUs"):

@@ -12,7 +12,8 @@ import yaml
 from fakes.models import write_checkpoint
 from flows import suites as flows
 from resources.settings import deployment_data
-from tasks.checkpoints.discovery import Checkpoint, discover
+from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.checkpoints.discovery import discover
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS
 from tasks.spec.suites import SuiteRequest, load_suite

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 from ray.autoscaler._private.util import fill_node_type_min_max_workers, prepare_config, validate_config
-from typer.testing import CliRunner
 
-from flows.cli.app import app
+from fakes.cli import invoke
 from resources.errors import BadInput
 from resources.regions.ray_clusters import render, slices_in
 from resources.regions.region_table import Region
@@ -44,15 +43,15 @@ def test_cluster_commands_are_shown_by_a_dry_run():
         (("up", "us-east5"), "ray up --yes "),
         (("down", "eu-west4"), "ray down --yes "),
         (("status", "us-east5"), "ray exec "),
-        (("dashboard", "us-east5"), "--port-forward 8265 --port-forward 10001"),
+        (("status", "us-east5", "--forward"), "--port-forward 8265 --port-forward 10001"),
     ):
-        shown = CliRunner().invoke(app, ["cluster", *arguments, "--dry-run"])
+        shown = invoke(["cluster", *arguments, "--dry-run"])
         assert shown.exit_code == 0 and expected in shown.stdout, shown.output
         assert yaml.safe_load((settings().cache_dir / "clusters" / "us-east5.yaml").read_text())
 
 
 def test_cluster_up_without_a_project_says_what_is_missing():
-    shown = CliRunner().invoke(app, ["cluster", "up", "us-east5"])
+    shown = invoke(["cluster", "up", "us-east5"])
     assert isinstance(shown.exception, BadInput)
     assert "project" in shown.exception.found
     assert "at us-east5: ray_cluster: {file: ray/us-east5.yaml, zone: us-east5-a, project: " in shown.exception.remedy
@@ -63,7 +62,7 @@ def test_cluster_write_check_finds_files_that_are_out_of_date(tmp_path, monkeypa
     file.write_text(regions_file().read_text().replace("us-east5-a, us-east5-b]", "us-east5-b]"))
     monkeypatch.setenv("ASSAY_REGIONS", str(file))
     settings.cache_clear()
-    assert CliRunner().invoke(app, ["cluster", "write", "--check"]).exit_code == 1
-    assert CliRunner().invoke(app, ["cluster", "write"]).exit_code == 0
-    assert CliRunner().invoke(app, ["cluster", "write", "--check"]).exit_code == 0
+    assert invoke(["cluster", "write", "--check"]).exit_code == 1
+    assert invoke(["cluster", "write"]).exit_code == 0
+    assert invoke(["cluster", "write", "--check"]).exit_code == 0
     assert "tpu-v6e" not in (tmp_path / "ray" / "us-east5.yaml").read_text()

@@ -10,11 +10,10 @@ import yaml
 from prefect.events import ResourceSpecification
 from prefect.events.schemas.events import Resource
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.models import write_checkpoint
-from flows.cli.app import app
-from flows.cli.schedule import duration
+from flows.cli.deployments import duration
 from flows.deploy.watching import watch
 from resources.errors import AssayError, BadInput
 from tasks.errors import PrefectUnavailable
@@ -131,5 +130,5 @@ def test_complete_checkpoint_cannot_be_told_without_a_server(
 ):
     folder = make(tmp_path, 7)
     with temporary_settings({PREFECT_API_URL: address} if address else {}, restore_defaults={PREFECT_API_URL}):
-        done = CliRunner().invoke(app, ["notify", str(folder)])
+        done = invoke(["notify", str(folder)])
     assert isinstance(done.exception, error) and problem in done.exception.found

@@ -9,20 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.records import make_metric, make_qualification, make_record, make_samples, publish
 from fakes.stores import folder_store
-from flows.cli.records import compare
 from resources.errors import BadInput
 from tasks.records.builds import build_of, write_qualification
 from tasks.records.provenance import versions
 from tasks.records.record import read_records
 from tasks.records.samples import Sample
-
-app = typer.Typer()
-app.command()(compare)
 
 
 def answers(right: int, wrong: int) -> list[float]:
@@ -51,14 +46,14 @@ def put(
 
 
 def compared(folder: Path, *arguments: str) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["--path", str(folder), *arguments, "--json"], catch_exceptions=False)
+    done = invoke(["compare", "--path", str(folder), *arguments, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
 
 def refused(folder: Path, *arguments: str) -> str:
     with pytest.raises(BadInput) as error:
-        CliRunner().invoke(app, [*arguments, "--path", str(folder)], catch_exceptions=False)
+        invoke(["compare", *arguments, "--path", str(folder)], catch_exceptions=False)
     return str(error.value)
 
 
@@ -96,7 +91,7 @@ def test_compare_counts_questions_of_a_single_side(tmp_path: Path):
     put(tmp_path, 200, [1.0] * 36)
 
     [metric] = compared(tmp_path, "run-a-100", "run-a-200")["metrics"]
-    shown = CliRunner().invoke(app, ["run-a-100", "run-a-200", "--path", str(tmp_path)]).stdout
+    shown = invoke(["compare", "run-a-100", "run-a-200", "--path", str(tmp_path)]).stdout
 
     assert [metric[name] for name in ("pairs", "only_first", "only_second", "other_prompts")] == [36, 4, 0, 0]
     assert metric["first"] == pytest.approx(30 / 36), "over the questions that both have"
@@ -137,7 +132,7 @@ def test_compare_without_scores_of_questions_falls_back_to_a_labelled_z_test(
 
     assert (metric["test"], metric["pairs"], metric["unpaired_because"]) == ("z, unpaired", None, why)
     assert metric["difference"] == pytest.approx(0.1)
-    shown = CliRunner().invoke(app, ["run-a-100", "run-a-200", "--path", str(tmp_path)]).stdout
+    shown = invoke(["compare", "run-a-100", "run-a-200", "--path", str(tmp_path)]).stdout
     assert f"Not paired ({why})" in " ".join(shown.split())
 
 
@@ -261,7 +256,7 @@ def test_compare_table_fits_eighty_characters_and_tells_test_and_adjustment(
     for step in (100, 200):
         put(tmp_path, step, list(random.random(50) * step / 200))
 
-    shown = CliRunner().invoke(app, ["run-a-100", "run-a-200", "--path", str(tmp_path)]).stdout
+    shown = invoke(["compare", "run-a-100", "run-a-200", "--path", str(tmp_path)]).stdout
 
     assert max(map(len, shown.splitlines())) <= 80
     for expected in ("a t test of paired differences", "Benjamini–Hochberg", "better", "run-a-200 against run-a-100"):
@@ -275,7 +270,7 @@ def test_compare_table_keeps_names_next_to_huge_numbers(tmp_path: Path, monkeypa
         metric = make_metric(name, value, name="word_perplexity", stderr=abs(value) / 7, n=14_042)
         publish(tmp_path, make_record(step=step, metrics=(metric,)))
 
-    shown = CliRunner().invoke(app, ["run-a-100", "run-a-200", "--path", str(tmp_path)]).stdout
+    shown = invoke(["compare", "run-a-100", "run-a-200", "--path", str(tmp_path)]).stdout
 
     assert max(map(len, shown.splitlines())) <= 80
     [heading] = [line for line in shown.splitlines() if line.startswith("  benchmark")]
@@ -297,7 +292,7 @@ def test_another_build_is_refused_and_named_until_it_is_qualified(tmp_path: Path
     words = "qualified within noise: acc may differ by 0.17 at most (95 %)"
     assert comparison["measured_differently"] == {}
     assert comparison["qualified"] == {"demo_facts": ["harness lm_eval 0.4.9 → 0.4.13", words]}
-    shown = CliRunner().invoke(app, ["run-a@100", "run-a@200", "--path", str(tmp_path)]).stdout
+    shown = invoke(["compare", "run-a@100", "run-a@200", "--path", str(tmp_path)]).stdout
     assert words in " ".join(shown.split()) and "no number" not in shown
 
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.records import FIRST, make_metric, make_record, make_samples, publish
-from flows.cli.app import app
 from tasks.contamination.texts import TextSource, training_texts
 from tasks.records.questions.flags import Evidence, Flags, QuestionFlag, Search, read_flags, write_flags
 from tasks.records.record import Metric, Record, find_records, read_records
@@ -197,7 +196,7 @@ def test_damaged_samples_leave_the_rest_of_the_page_and_are_named(tmp_path: Path
 
 
 def run(*arguments: str) -> Any:
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    result = invoke(list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -11,11 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.records import FIRST, make_metric, make_record, make_samples, publish, renamed
 from fakes.records import cell_of as folder_of
-from flows.cli.app import app
 from resources.errors import BadInput
 from tasks.errors import CountsDisagree
 from tasks.evaluators.early import Answered, WantedEarly, batches_in, scores_decided
@@ -404,7 +403,6 @@ def test_whole_says_whether_it_agrees_with_the_early_verdict(tmp_path: Path, who
 
 def test_verdict_is_no_record_for_readers_of_scores(tmp_path: Path):
     baseline(tmp_path)
-    run = CliRunner()
 
     def read_by_everybody() -> list[Any]:
         # The index, and the output of commands about the records of a run.
@@ -414,14 +412,14 @@ def test_verdict_is_no_record_for_readers_of_scores(tmp_path: Path):
             ["records", str(tmp_path), "--format", "csv"],
             ["records", str(tmp_path), "--verify"],
         )
-        done = [run.invoke(app, command) for command in commands]
+        done = [invoke(command) for command in commands]
         assert {result.exit_code for result in done} == {0}
         return [rows, find_records(str(tmp_path)), *(result.stdout for result in done)]
 
     before = read_by_everybody()
     decide(tmp_path, 200)
     assert read_by_everybody() == before
-    compared = run.invoke(app, ["compare", "run-a@100", "run-a@200", "--path", str(tmp_path)])
+    compared = invoke(["compare", "run-a@100", "run-a@200", "--path", str(tmp_path)])
     assert isinstance(compared.exception, BadInput) and "run-a@200" in compared.exception.found
 
 
@@ -552,9 +550,9 @@ def test_gate_judges_by_early_verdicts_only_if_configured(tmp_path: Path, score:
     file = tmp_path / "gate.json"
     file.write_text(json.dumps({"rules": [RULE]}))
     arguments = ["gate", str(file), "--records", str(tmp_path), "--json"]
-    whole = CliRunner().invoke(app, arguments)
+    whole = invoke(arguments)
     assert "early" not in whole.stdout
-    early = CliRunner().invoke(app, [*arguments, "--early"])
+    early = invoke([*arguments, "--early"])
     verdict = json.loads(early.stdout)
     assert verdict["verdict"] == ("GO" if score is None else "NO-GO")
     assert (early.exit_code == 0) is (score is None)
@@ -568,12 +566,12 @@ def test_gate_judges_by_early_verdicts_only_if_configured(tmp_path: Path, score:
 def test_options_of_early_decisions_that_cannot_be_right_are_refused(tmp_path: Path, options: list[str], problem: str):
     (tmp_path / "GATE").write_text(json.dumps({"rules": [RULE]}))
     given = [str(tmp_path / "GATE") if option == "GATE" else option for option in options]
-    done = CliRunner().invoke(app, ["evaluate", "--model", "nowhere", "--eval", "demo_facts", *given])
+    done = invoke(["evaluate", "--model", "nowhere", "--eval", "demo_facts", *given])
     assert isinstance(done.exception, BadInput) and done.exception.found == problem
 
 
 def test_finishing_without_an_early_verdict_is_refused(tmp_path: Path):
     (tmp_path / "GATE").write_text(json.dumps({"rules": [RULE]}))
     arguments = ["--model", "nowhere", "--eval", "demo_facts", "--gate", str(tmp_path / "GATE"), "--finish"]
-    done = CliRunner().invoke(app, ["evaluate", *arguments, "--output", str(tmp_path)])
+    done = invoke(["evaluate", *arguments, "--output", str(tmp_path)])
     assert isinstance(done.exception, BadInput) and "early verdicts" in done.exception.expected

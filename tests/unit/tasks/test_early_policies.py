@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from fakes.alerts import known_alert
+from fakes.cli import invoke
 from fakes.gates import judged_in_a_pass
 from fakes.models import write_run
 from fakes.records import make_metric, make_record, make_samples, publish
-from flows.cli.app import app
 from flows.reconcile import load_policy, reconcile_policy
 from resources.errors import BadInput
 from tasks.checkpoints.rules import CheckpointRule
@@ -227,8 +226,8 @@ class Watched:
         """Returns the verdicts of a pass by checkpoint, and `refused` where NO-GO is raised."""
         return judged_in_a_pass(self.policy)
 
-    def ask(self, command: str) -> dict[str, Any]:
-        done = CliRunner().invoke(app, [command, self.policy, "--json"], catch_exceptions=False)
+    def ask(self, *command: str) -> dict[str, Any]:
+        done = invoke([*command, self.policy, "--json"], catch_exceptions=False)
         return json.loads(done.stdout)
 
 
@@ -277,10 +276,10 @@ def test_views_show_what_was_decided_early_with_its_word(watched: Watched):
     watched.publish(200, 190, early=True)
     [row] = [row for row in watched.ask("status")["runs"][0]["checkpoints"] if row["step"] == 200]
     assert row["suites"] == {"s": {"decided_early": 1}}
-    [gap] = [cell for cell in watched.ask("gaps")["cells"] if cell["step"] == 200]
+    [gap] = [cell for cell in watched.ask("status", "--gaps")["cells"] if cell["step"] == 200]
     assert (gap["state"], gap["reason"], gap["decide"]) == ("decided_early", "not worse", "early")
-    assert [(cell["step"], cell["decide"]) for cell in watched.ask("plan")["cells"]] == [(300, "early")]
-    shown = CliRunner().invoke(app, ["status", watched.policy], env={"COLUMNS": "120"}).stdout
+    assert [(cell["step"], cell["decide"]) for cell in watched.ask("status", "--plan")["cells"]] == [(300, "early")]
+    shown = invoke(["status", watched.policy], env={"COLUMNS": "120"}).stdout
     assert "decided early: not worse" in shown
     assert "1 cell done, 1 decided early, 1 to do, 0 waiting for something." in shown
 
@@ -293,7 +292,7 @@ def test_status_expects_the_cost_of_cells_that_wait_for_a_baseline_too(watched: 
         "rules": [{**RULE, "not_worse_than": "previous"}],
     }
     watched.write(gate=back)
-    states = {cell["step"]: cell["state"] for cell in watched.ask("gaps")["cells"]}
+    states = {cell["step"]: cell["state"] for cell in watched.ask("status", "--gaps")["cells"]}
     assert states == {100: "work", 200: "held", 300: "held"}
     assert watched.ask("status")["cost"]["expected"]["cells"] == 3
 
@@ -303,9 +302,9 @@ def test_open_alert_has_a_decided_cell_evaluated_whole_until_it_is_acknowledged(
     watched.publish(200, 190, early=True)
     known = known_alert(make_record(step=200, run="run"))
     assert write_first(watched.run, known)
-    assert [(cell["step"], cell["decide"]) for cell in watched.ask("plan")["cells"]] == [(200, "whole")]
+    assert [(cell["step"], cell["decide"]) for cell in watched.ask("status", "--plan")["cells"]] == [(200, "whole")]
     acknowledge(watched.run, known.alert, note=None)
-    assert [(cell["step"], cell["decide"]) for cell in watched.ask("plan")["cells"]] == [(300, "early")]
+    assert [(cell["step"], cell["decide"]) for cell in watched.ask("status", "--plan")["cells"]] == [(300, "early")]
 
 
 def test_evaluator_and_work_pools_are_refused_by_name(watched: Watched):

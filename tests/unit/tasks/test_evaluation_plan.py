@@ -20,8 +20,8 @@ from fakes.cells import of_cell
 from fakes.engine import FakeEngine
 from fakes.models import CONFIG, write_checkpoint, write_run
 from fakes.records import make_record
-from flows.cli.options.evaluations import evaluation_from_file, evaluation_from_options
-from flows.cli.options.groups import EvaluationOptions
+from flows.cli.options.evaluations import EvaluationOptions, evaluation_from_file, evaluation_from_options
+from flows.cli.options.pools import PoolOptions
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, UnsatisfiableResources
@@ -272,7 +272,7 @@ def test_pool_options_with_an_endpoint_are_refused_not_ignored() -> None:
     extras: list[dict[str, Any]] = [{"gpu": "H100"}, {"engine": ("dtype=float32",)}, {"replicas": 2}, {"cpu": 1}]
     for extra in extras:
         with pytest.raises(BadInput, match=f"--base-url and --{next(iter(extra))}"):
-            evaluation_from_options(EvaluationOptions(**base, **extra))
+            evaluation_from_options(EvaluationOptions(**base), PoolOptions(**extra))
 
 
 def test_options_with_a_file_are_refused_not_ignored(tmp_path: Path) -> None:
@@ -323,13 +323,8 @@ def test_mlflow_learns_where_in_git_a_configuration_lies(tmp_path: Path) -> None
 
 def test_options_become_a_configuration() -> None:
     made = evaluation_from_options(
-        EvaluationOptions(
-            model="runs/a",
-            evals=("arc_easy:5", "demo_facts"),
-            engine=("max_model_len=512", "enforce_eager=false", "dtype=float32"),
-            chat=True,
-            cpu=3,
-        )
+        EvaluationOptions(model="runs/a", evals=("arc_easy:5", "demo_facts")),
+        PoolOptions(engine=("max_model_len=512", "enforce_eager=false", "dtype=float32"), chat=True, cpu=3),
     )
     assert [task.metric_key for task in made.evals] == ["arc_easy_5shot", "demo_facts"]
     assert made.evals[0].num_fewshot == 5
@@ -346,10 +341,10 @@ def test_options_become_a_configuration() -> None:
         ({"evals": ("x",)}, "found:    --eval"),
         ({"model": "a"}, "found:    --model"),
         ({"model": "a", "evals": ("x:many",)}, "--eval x:many"),
-        ({"model": "a", "evals": ("x",), "engine": ("oops",)}, "--engine oops"),
+        ({"model": "a", "evals": ("x",)}, "--engine oops"),
     ],
 )
 def test_incomplete_options_say_what_was_found(options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadInput) as caught:
-        evaluation_from_options(EvaluationOptions(**options))
+        evaluation_from_options(EvaluationOptions(**options), PoolOptions(engine=("oops",)))
     assert words.lower() in str(caught.value).lower()

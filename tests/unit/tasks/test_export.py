@@ -10,23 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pyarrow import parquet
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.records import FIRST, make_metric, make_record, of_every_evaluator, publish
 from fakes.stores import folder_store
-from flows.cli.records import records
 from resources.errors import BadInput
 from tasks.records.cost import Cost, Predicted
 from tasks.records.details import BenchmarkDetails
 from tasks.records.export import COLUMNS, exported, measured_rows
 from tasks.records.search import RecordFilter
-
-app = typer.Typer()
-app.command()(records)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +48,7 @@ def evaluations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path | str, *arguments: str) -> str:
-    done = CliRunner().invoke(app, [str(folder), *arguments], catch_exceptions=False)
+    done = invoke(["records", str(folder), *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -64,7 +59,7 @@ def rows(folder: Path | str, *arguments: str) -> list[dict[str, Any]]:
 
 def refused(folder: Path, *arguments: str) -> str:
     with pytest.raises(BadInput) as error:
-        CliRunner().invoke(app, [str(folder), *arguments], catch_exceptions=False)
+        invoke(["records", str(folder), *arguments], catch_exceptions=False)
     return str(error.value)
 
 

@@ -17,10 +17,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from scipy import stats
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.records import make_metric, make_qualification, make_record, make_samples, publish
-from flows.cli.app import app
 from flows.cli.gate import load_gate
 from resources.errors import BadInput
 from tasks.errors import GateRefused
@@ -411,9 +410,9 @@ def release(tmp_path: Path) -> Path:
 
 def test_command_says_go_or_no_go_for_people_scripts_and_summaries(release: Path):
     records, summary = ["--records", str(release.parent / "evaluations")], release.parent / "summary.md"
-    go = CliRunner().invoke(app, ["gate", str(release), *records, "--step", "1", "--summary", str(summary)])
+    go = invoke(["gate", str(release), *records, "--step", "1", "--summary", str(summary)])
     assert go.exit_code == 0 and go.stdout.rstrip().endswith("release: GO")
-    no_go = CliRunner().invoke(app, ["gate", str(release), *records, "--summary", str(summary), "--json"])
+    no_go = invoke(["gate", str(release), *records, "--summary", str(summary), "--json"])
     assert isinstance(no_go.exception, GateRefused) and no_go.exception.exit_code == 1
     printed = json.loads(no_go.stdout)
     assert printed["verdict"] == "NO-GO"
@@ -448,7 +447,7 @@ def test_command_about_records_that_are_not_there_or_options_that_say_two_things
     release: Path, arguments: list[str], expected: str
 ):
     records = ["--records", str(release.parent / "evaluations")]
-    done = CliRunner().invoke(app, ["gate", str(release), *records, *arguments])
+    done = invoke(["gate", str(release), *records, *arguments])
     assert isinstance(done.exception, BadInput) and done.exception.exit_code == 3
     assert expected in done.exception.found
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.models import write_checkpoint, write_run
-from flows.cli.app import app
 from pools.weights.merges import locations_of
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import BadInput, CheckpointError
@@ -199,7 +198,7 @@ def test_merged_checkpoint_is_written_whole_into_a_folder_of_its_own_and_nowhere
     run: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "averaged" / "step-40"
-    shown = CliRunner().invoke(app, ["checkpoints", "--materialize", f"mean({run}@last:2)", str(target), "--json"])
+    shown = invoke(["checkpoints", "--materialize", f"mean({run}@last:2)", str(target), "--json"])
     assert shown.exit_code == 0, shown.output
     assert [(checkpoint["uri"], checkpoint["complete"]) for checkpoint in json.loads(shown.stdout)] == [
         (str(target), True)
@@ -210,7 +209,7 @@ def test_merged_checkpoint_is_written_whole_into_a_folder_of_its_own_and_nowhere
     assert (target / "model.safetensors").read_bytes() != (last / "model.safetensors").read_bytes()
     assert list(target.parent.iterdir()) == [target]
     before = {path.name: path.read_bytes() for path in target.iterdir()}
-    again = CliRunner().invoke(app, ["checkpoints", "--materialize", f"mean({run}@last:3)", str(target)])
+    again = invoke(["checkpoints", "--materialize", f"mean({run}@last:3)", str(target)])
     assert isinstance(again.exception, BadInput) and "to be absent or empty" in again.exception.expected
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
@@ -227,6 +226,6 @@ def test_merged_checkpoint_is_written_whole_into_a_folder_of_its_own_and_nowhere
 def test_writing_of_what_is_no_merged_checkpoint_or_to_nowhere_is_refused(
     run: Path, arguments: list[str], expected: str
 ) -> None:
-    refused = CliRunner().invoke(app, ["checkpoints", *(argument.format(run=run) for argument in arguments)])
+    refused = invoke(["checkpoints", *(argument.format(run=run) for argument in arguments)])
     assert isinstance(refused.exception, BadInput) and expected in refused.exception.expected
     assert not (run / "x").exists()

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from fakes.cells import of_cell
+from fakes.cli import invoke
 from fakes.models import write_run
 from fakes.records import cell_of, make_metric, make_record, make_samples, publish
-from flows.cli.app import app
 from resources.errors import AssayError, StorageError
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.prefect_server.progress import Notice, Update, listening
@@ -39,7 +38,7 @@ def scored(folder: Path, step: int, right: int, **fields: Any) -> Path:
 
 
 def assay(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, list(map(str, arguments)))
+    done = invoke(list(map(str, arguments)))
     assert done.exception is None or isinstance(done.exception, SystemExit | AssayError), done.exception
     return getattr(done.exception, "exit_code", done.exit_code), f"{done.output}{done.exception or ''}"
 

@@ -10,14 +10,12 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from huggingface_hub import parse_eval_result_entries
 from jsonschema import Draft7Validator
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.records import make_metric, make_record, publish
-from flows.cli.records import records
 from resources.errors import BadInput
 from tasks.errors import SinkFailed
 from tasks.records.details import BenchmarkDetails, Counts, MergedInput, MergeReference
@@ -35,9 +33,6 @@ SCHEMAS = Path(__file__).parents[2] / "data" / "every_eval_ever"
 GSM8K = Leaderboard(dataset="openai/gsm8k", task_id="gsm8k", metric="exact_match", factor=100)
 COMMIT = "a" * 40
 EVERYTHING = RecordFilter()
-
-app = typer.Typer()
-app.command()(records)
 
 
 def weighed(number: int, *, right: bool, cluster: str | None = None) -> Sample:
@@ -73,7 +68,7 @@ def written(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], list[d
     """Exports records; returns the evaluations and the sample lines, each validated against its schema."""
     output = folder.parent / "exported"
     line = [str(folder), "--format", "every-eval-ever", "--output", str(output), "--organization", "lab", *arguments]
-    done = CliRunner().invoke(app, line, catch_exceptions=False)
+    done = invoke(["records", *line], catch_exceptions=False)
     assert done.exit_code == 0
     whole, instance = (
         Draft7Validator(json.loads((SCHEMAS / f"{name}.schema.json").read_text()))
@@ -96,7 +91,7 @@ def written(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], list[d
 
 def refused(folder: Path, *arguments: str) -> str:
     with pytest.raises(BadInput) as error:
-        CliRunner().invoke(app, [str(folder), *arguments], catch_exceptions=False)
+        invoke(["records", str(folder), *arguments], catch_exceptions=False)
     return str(error.value)
 
 
@@ -312,7 +307,7 @@ def test_records_without_a_score_or_changed_since_are_not_exported_and_counted(t
     write_samples(Path(changed) / "attempt-1" / SAMPLES_NAME, [*samples[1:], weighed(0, right=False)])
     output = str(tmp_path / "once")
     line = [str(evaluations), "--format", "every-eval-ever", "--output", output, "--organization", "lab"]
-    done = CliRunner().invoke(app, line, catch_exceptions=False)
+    done = invoke(["records", *line], catch_exceptions=False)
     assert "1 record, 1 result, 40 sample lines" in done.output
     assert "1 withheld, 1 failed, 1 changed since it was written" in done.output
     logs, rows = written(evaluations)
@@ -393,7 +388,7 @@ def test_records_command_prints_leaderboard_entries_of_a_checkpoint(tmp_path: Pa
     publish(evaluations, gsm8k(step=200))
     sink.write_text(yaml.safe_dump({"kind": "hugging_face", "leaderboards": {"gsm8k": GSM8K.model_dump()}}))
     form = ("--format", "eval-results", "--sink", str(sink))
-    done = CliRunner().invoke(app, [str(evaluations), "--steps", "200", *form], catch_exceptions=False)
+    done = invoke(["records", str(evaluations), "--steps", "200", *form], catch_exceptions=False)
     [entry] = parse_eval_result_entries(yaml.safe_load(done.stdout))
     assert entry.value == pytest.approx(41.25)
     assert "2 checkpoints" in refused(evaluations, *form)
@@ -408,7 +403,7 @@ def test_leaderboard_entries_for_the_same_task_or_of_a_changed_record_are_refuse
     form = ("--format", "eval-results", "--sink", str(sink))
     text = refused(evaluations, *form)
     assert "a single score for task gsm8k of openai/gsm8k" in text and all(cell in text for cell in cells)
-    done = CliRunner().invoke(app, [cells[0], *form], catch_exceptions=False)
+    done = invoke(["records", cells[0], *form], catch_exceptions=False)
     assert len(yaml.safe_load(done.stdout)) == 1
     record = Path(cells[0]) / "record.json"
     record.write_text(record.read_text().replace("0.4125", "0.9125"))

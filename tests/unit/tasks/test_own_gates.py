@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.gates import judged_in_a_pass
 from fakes.models import write_run
 from fakes.records import FIRST, cell_of, make_metric, make_record, make_samples, renamed
-from flows.cli.app import app
 from flows.reconcile import load_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import AssayError, BadInput, RecordStatus
@@ -93,7 +92,7 @@ class Watched:
         return judged_in_a_pass(self.policy, error)
 
     def status(self) -> list[str | None]:
-        done = CliRunner().invoke(app, ["status", self.policy, "--json"], catch_exceptions=False)
+        done = invoke(["status", self.policy, "--json"], catch_exceptions=False)
         return [row["gate"] for row in json.loads(done.stdout)["runs"][0]["checkpoints"]]
 
 
@@ -175,7 +174,7 @@ def test_checkpoint_that_was_copied_between_two_evaluations_is_judged_by_both(wa
 def test_failure_by_itself_is_settled_and_one_of_machines_or_a_cancelled_cell_is_not(watched: Watched):
     watched.publish(100, 0, status="infra_failed")
     watched.publish(200, 0, status="failed")
-    done = CliRunner().invoke(app, ["cancel", watched.policy, "--cell", "run-300:facts"], catch_exceptions=False)
+    done = invoke(["cancel", watched.policy, "--cell", "run-300:facts"], catch_exceptions=False)
     assert done.exit_code == 0
     assert watched.judge() == ["run-200 NO-GO", "refused"]
     watched.write(AT_LEAST, max_failed=1)
@@ -232,7 +231,7 @@ def test_gate_file_is_read_and_a_relative_path_is_refused(watched: Watched, monk
 def test_status_for_people_has_a_column_of_verdicts(watched: Watched):
     watched.publish(100, 300)
     watched.judge()
-    shown = CliRunner().invoke(app, ["status", watched.policy], env={"COLUMNS": "120"})
+    shown = invoke(["status", watched.policy], env={"COLUMNS": "120"})
     assert "Gate" in shown.stdout
     [line] = [line for line in shown.stdout.splitlines() if "run-100" in line]
     assert line.split("│")[3].strip() == "GO"

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
 
+from fakes.cli import Result, invoke
 from fakes.records import make_metric, make_record, make_samples, publish
-from flows.cli.evaluate import requalify
 from resources.environments.environments import KEPT_LIST
 from resources.errors import BadInput
 from resources.settings import settings
@@ -24,9 +22,6 @@ from tasks.records.record import Record, find_records
 from tasks.records.samples import Sample
 from tasks.running.requalification import asked_again, side_of
 from tasks.verdicts.qualification import qualify
-
-app = typer.Typer()
-app.command()(requalify)
 
 
 def built(lm_eval: str, **others: str) -> dict[str, str]:
@@ -174,7 +169,7 @@ def test_records_of_different_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    return invoke(["requalify", *map(str, arguments)], catch_exceptions=False)
 
 
 def test_command_compares_existing_records_and_its_verdict_is_read_with_them(tmp_path: Path) -> None:

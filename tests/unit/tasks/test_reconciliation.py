@@ -20,12 +20,11 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.objects import State as PrefectState
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 from prefect.states import Cancelled, Cancelling, Crashed, Running
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.models import write_checkpoint, write_run, write_safetensors
 from fakes.records import cell_of, make_record, renamed
 from flows import hooks
-from flows.cli.app import app
 from flows.hooks import leave_nothing
 from flows.reconcile import load_policy, reconcile_once, reconcile_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
@@ -309,7 +308,7 @@ def watched(tmp_path: Path) -> Path:
 
 
 def asked(command: str, watched: Path, *options: str) -> Any:
-    done = CliRunner().invoke(app, [command, str(watched), *options, "--json"], catch_exceptions=False)
+    done = invoke([command, str(watched), *options, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -329,10 +328,10 @@ def publish(watched: Path, step: int, status: RecordStatus = "succeeded", **fiel
 
 def test_commands_tell_plan_gaps_and_grid(watched: Path):
     publish(watched, 100)
-    plan = asked("plan", watched)
+    plan = asked("status", watched, "--plan")
     assert [cell["checkpoint"] for cell in plan["cells"]] == ["run-200"]
     assert plan["cells"][0]["seconds"] == pytest.approx(34.34, abs=30)
-    gaps = asked("gaps", watched)
+    gaps = asked("status", watched, "--gaps")
     assert (gaps["done"], gaps["missing"]) == (1, {"work": 1, "waiting": 1})
     assert "model.safetensors" in gaps["cells"][1]["reason"]
     [run] = asked("status", watched)["runs"]
@@ -341,8 +340,8 @@ def test_commands_tell_plan_gaps_and_grid(watched: Path):
         {"facts": {"work": 1}},
         {"facts": {"waiting": 1}},
     ]
-    for command in ("plan", "gaps", "status"):
-        shown = CliRunner().invoke(app, [command, str(watched)], env={"COLUMNS": "200"})
+    for options in (["--plan"], ["--gaps"], []):
+        shown = invoke(["status", str(watched), *options], env={"COLUMNS": "200"})
         assert shown.exit_code == 0
         assert "run-200" in shown.stdout
 
@@ -375,14 +374,14 @@ def test_status_tells_what_a_policy_has_cost_by_month_and_what_is_expected_of_wh
     assert cost["spent"]["chip_seconds"] == 7200.0 + 1800.0 + 7200.0
     assert (cost["expected"]["cells"], cost["expected"]["measured"]) == (2, 2)
     assert cost["expected"]["usd"] == pytest.approx(2 * 8 * 0.48)
-    shown = CliRunner().invoke(app, ["status", str(priced)], env={"COLUMNS": "200"}).stdout
+    shown = invoke(["status", str(priced)], env={"COLUMNS": "200"}).stdout
     assert "Spent so far: 3 attempts, 4.500 chip-hours, at least 2.00 USD, 1 unknown." in shown
     assert "2025-10: 2 attempts, 2.500 chip-hours, 2.00 USD" in shown
     assert "Expected for what is left: 16.000 chip-hours, 7.68 USD (2 cells)." in shown
 
 
 def test_plan_tells_the_price_of_each_cell_and_a_policy_that_may_cost_less_begins_nothing(priced: Path):
-    plan = asked("plan", priced)
+    plan = asked("status", priced, "--plan")
     [cell] = plan["cells"]
     assert (cell["checkpoint"], cell["how"], cell["money"]) == ("run-200", "measured", pytest.approx(8 * 0.48))
     assert (plan["total"]["money"], plan["total"]["expected"]["price"]) == (pytest.approx(3.84), "3.84 USD")
@@ -396,9 +395,9 @@ def test_plan_tells_the_price_of_each_cell_and_a_policy_that_may_cost_less_begin
 def test_failed_cell_waits_until_a_person_asks_for_another_try(watched: Path):
     cell = publish(watched, 100, "failed")
     before = (cell / "record.json").read_bytes()
-    assert asked("gaps", watched)["missing"] == {"failed": 1, "work": 1, "waiting": 1}
+    assert asked("status", watched, "--gaps")["missing"] == {"failed": 1, "work": 1, "waiting": 1}
     assert asked("retry", watched, "--cell", "run-100:facts")["cells"] == ["run-100 · facts: demo_facts"]
-    assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}
+    assert asked("status", watched, "--gaps")["missing"] == {"work": 2, "waiting": 1}
     assert (cell / "record.json").read_bytes() == before
 
 
@@ -412,11 +411,11 @@ def test_mark_by_a_clock_that_is_ahead_is_of_the_time_at_which_the_store_had_it(
         os.utime(path, (written, written))
 
     mark("retry", written=1e9)
-    assert asked("gaps", watched)["missing"] == {"failed": 1, "work": 1, "waiting": 1}
+    assert asked("status", watched, "--gaps")["missing"] == {"failed": 1, "work": 1, "waiting": 1}
     mark("stop", written=time.time() - 60)
-    assert asked("gaps", watched)["missing"] == {"stopped": 2, "waiting": 1}
+    assert asked("status", watched, "--gaps")["missing"] == {"stopped": 2, "waiting": 1}
     write_override(str(folder), "retry", None, policy="p")
-    assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}
+    assert asked("status", watched, "--gaps")["missing"] == {"work": 2, "waiting": 1}
 
 
 @pytest.mark.parametrize("at", ["NaN", "1e400", "1e15", None])
@@ -427,15 +426,15 @@ def test_mark_that_cannot_be_read_or_has_an_impossible_time_says_nothing(watched
         os.mkfifo(folder / "1.json")
     else:
         (folder / "1.json").write_text(f'{{"kind": "stop", "policy": "p", "cells": null, "at": {at}, "user": "u"}}')
-    assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}
+    assert asked("status", watched, "--gaps")["missing"] == {"work": 2, "waiting": 1}
 
 
 def test_cancelled_policy_rests_until_retry_and_keeps_finished_cells(watched: Path):
     publish(watched, 100)
     asked("cancel", watched)
-    assert asked("gaps", watched)["missing"] == {"stopped": 1, "waiting": 1}
+    assert asked("status", watched, "--gaps")["missing"] == {"stopped": 1, "waiting": 1}
     asked("retry", watched)
-    assert asked("gaps", watched)["missing"] == {"work": 1, "waiting": 1}
+    assert asked("status", watched, "--gaps")["missing"] == {"work": 1, "waiting": 1}
 
 
 def subject_of(cell: OpenCell) -> Subject:
@@ -449,7 +448,7 @@ def test_cancelled_flow_run_stops_its_cells_and_no_other_runs_cells(watched: Pat
     with Claims(str(watched.parent / "out" / "run" / "claims"), in_background=False) as claims:
         assert claims.acquire([subject_of(cells[0])]).ours
         assert stop_unfinished(policy, cells, flow_run_id=str(RUN), name="reconcile p") == 1
-        assert asked("gaps", watched)["missing"] == {"claimed": 1, "stopped": 1, "waiting": 1}
+        assert asked("status", watched, "--gaps")["missing"] == {"claimed": 1, "stopped": 1, "waiting": 1}
 
 
 RUN = UUID("0a1b2c3d-0000-4000-8000-000000000001")
@@ -487,11 +486,13 @@ def test_cells_that_a_cancelled_flow_run_had_begun_wait_for_a_person_however_its
         if not held:
             claims.close()  # released, and the process was killed before it could report more
         leave_nothing(reconcile_policy, run, told)
-    assert asked("gaps", watched)["missing"] == {**missing, "waiting": 1}
+    assert asked("status", watched, "--gaps")["missing"] == {**missing, "waiting": 1}
 
     asked("retry", watched)
     leave_nothing(reconcile_policy, run, told)  # as for a duplicate notification
-    assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}, "the later decision of a person holds"
+    assert asked("status", watched, "--gaps")["missing"] == {"work": 2, "waiting": 1}, (
+        "the later decision of a person holds"
+    )
 
 
 def test_touched_checkpoint_differs_from_a_changed_checkpoint_by_its_digest(watched: Path):
@@ -500,10 +501,10 @@ def test_touched_checkpoint_differs_from_a_changed_checkpoint_by_its_digest(watc
     copied = shutil.copytree(step, watched.parent / "aside", copy_function=shutil.copyfile)
     shutil.rmtree(step)
     copied.rename(step)
-    assert asked("gaps", watched)["done"] == 1
+    assert asked("status", watched, "--gaps")["done"] == 1
     shutil.rmtree(step)
     write_checkpoint(step, seed=99)
-    assert asked("gaps", watched)["done"] == 0
+    assert asked("status", watched, "--gaps")["done"] == 0
 
 
 def test_other_weights_with_size_and_time_restored_are_detected(watched: Path):
@@ -515,7 +516,7 @@ def test_other_weights_with_size_and_time_restored_are_detected(watched: Path):
         os.utime(weights)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert asked("gaps", watched)["done"] == 0
+    assert asked("status", watched, "--gaps")["done"] == 0
     [listing] = take_snapshot(load_policy(str(watched)))
     assert [checkpoint.without_record for checkpoint in judged_of(Gate(), load_policy(str(watched)), listing)] == [1]
 
@@ -563,7 +564,7 @@ def test_policy_rule_with_two_selections_or_no_step_is_refused(watched: Path):
         ({"suites": [{"suit": "demo"}]}, "did you mean suite?"),
     ]:
         watched.write_text(yaml.safe_dump({**content, **change}))
-        refused = CliRunner().invoke(app, ["plan", str(watched)])
+        refused = invoke(["status", str(watched), "--plan"])
         assert refused.exit_code != 0
         assert words in str(refused.exception)
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 import tasks
+from fakes.cli import invoke
 from fakes.lm_eval import smooth_by_hand
 from fakes.records import make_metric, make_record, publish
-from flows.cli.records import compare, records
 from resources.errors import BadInput
 from tasks.records.builds import Qualification
 from tasks.records.provenance import versions
@@ -96,26 +94,24 @@ def mixed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def shown(command: Any, *arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(command)
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+def shown(*arguments: str) -> str:
+    done = invoke(arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
 def test_table_shows_smooth_scores_where_they_are_named_and_older_records_without(mixed: Path):
-    assert not re.search("bpb|choice_prob", shown(records, str(mixed)) + shown(records, str(mixed), "--all"))
-    named = shown(records, str(mixed), "--metric", "bpb", "--metric", "choice_*")
+    assert not re.search("bpb|choice_prob", shown("records", str(mixed)) + shown("records", str(mixed), "--all"))
+    named = shown("records", str(mixed), "--metric", "bpb", "--metric", "choice_*")
     assert {"bpb", "choice_prob_norm", "200", "300"} <= set(named.split())
-    every = shown(records, str(mixed), "--metric", "*")
+    every = shown("records", str(mixed), "--metric", "*")
     assert {"acc", *SMOOTH} <= set(every.split())
     [older] = [line for line in every.splitlines() if line.split()[:1] == ["100"]]
     assert older.split()[-2:] == ["–", "–"], "it has none, and has not failed"
 
 
 def test_export_has_all_of_them_and_says_which_are_smooth(mixed: Path):
-    rows = [json.loads(line) for line in shown(records, str(mixed), "--format", "jsonl").splitlines()]
+    rows = [json.loads(line) for line in shown("records", str(mixed), "--format", "jsonl").splitlines()]
     assert [(row["step"], row["metric"]) for row in rows if row["smooth"]] == [
         (step, name) for step in (200, 300) for name in SMOOTH
     ]
@@ -150,16 +146,16 @@ def test_parts_have_theirs_in_records_and_exports_alone(mixed: Path):
 
 def test_compare_tests_them_question_by_question_where_they_are_named(mixed: Path):
     path = ("--path", str(mixed), "--json")
-    plain = json.loads(shown(compare, "run-a-200", "run-a-300", *path))
+    plain = json.loads(shown("compare", "run-a-200", "run-a-300", *path))
     assert [metric["metric"] for metric in plain["metrics"]] == ["acc"]
-    comparison = json.loads(shown(compare, "run-a-200", "run-a-300", "--metric", "bpb", *path))
+    comparison = json.loads(shown("compare", "run-a-200", "run-a-300", "--metric", "bpb", *path))
     [bits] = comparison["metrics"]
     assert (bits["test"], bits["pairs"], bits["verdict"]) == ("paired t", QUESTIONS, "better")
     assert bits["difference"] == pytest.approx(-0.1, abs=0.02)
-    older = json.loads(shown(compare, "run-a-100", "run-a-300", *path))
+    older = json.loads(shown("compare", "run-a-100", "run-a-300", *path))
     assert (older["only_first"], older["only_second"]) == ([], [])
     with pytest.raises(BadInput, match="run-a-100"):
-        shown(compare, "run-a-100", "run-a-300", "--metric", "bpb", *path)
+        shown("compare", "run-a-100", "run-a-300", "--metric", "bpb", *path)
 
 
 def judged(folder: Path, step: int, **rule: Any) -> Verdict:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from flows.cli.app import app
+from fakes.cli import invoke
 from resources.config import GpuConfig
 from resources.errors import BadInput
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
@@ -157,7 +156,7 @@ def test_needs_are_the_benchmarks_needs_and_unknown_for_own_benchmarks():
 
 
 def test_suites_command_lists_what_each_needs():
-    listed = json.loads(CliRunner().invoke(app, ["suites", "--json"]).stdout)
+    listed = json.loads(invoke(["suites", "--json"]).stdout)
     by_name = {suite["name"]: suite for suite in listed}
     assert list(by_name) == list(built_in_suites())
     needs = {evaluation["label"]: evaluation["needs"] for evaluation in by_name["key_evals"]["evaluations"]}
@@ -165,7 +164,7 @@ def test_suites_command_lists_what_each_needs():
     assert needs["multiple_choice"]["prompt_logprobs"]
     assert by_name["alpaca_eval"]["evaluations"][0]["needs"]["judge"]
     assert by_name["sft_model"]["evaluations"][0]["needs"]["chat_template"]
-    shown = CliRunner().invoke(app, ["suites", "key_evals"])
+    shown = invoke(["suites", "key_evals"])
     assert "math_4shot" in shown.stdout
-    sets = json.loads(CliRunner().invoke(app, ["suites", "--sets", "--json"]).stdout)
+    sets = json.loads(invoke(["suites", "--sets", "--json"]).stdout)
     assert sets["INCLUDE_44"]["left_out"]

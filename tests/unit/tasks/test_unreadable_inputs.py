@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from fakes.cells import make_cell
-from flows.cli.app import app
+from fakes.cli import invoke
 from resources.errors import BadInput
 from tasks.spec.names import step_of
 
@@ -35,9 +34,7 @@ def test_number_that_is_none_in_an_argument_ends_in_a_sentence(
 ) -> None:
     make_cell(tmp_path, step=100)
     with pytest.raises(BadInput, match=words):
-        CliRunner().invoke(
-            app, [str(tmp_path) if text == "PATH" else text for text in arguments], catch_exceptions=False
-        )
+        invoke([str(tmp_path) if text == "PATH" else text for text in arguments], catch_exceptions=False)
 
 
 def test_command_on_a_store_without_credentials_ends_in_a_sentence() -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.records import FIRST, make_metric, make_record, make_samples, publish, sealed
-from flows.cli.app import app
 from resources.errors import BadInput
 from resources.settings import settings
 from tasks.records.record import Metric, Record, SinkState, find_records, note_sinks
@@ -62,7 +61,7 @@ def verdict(folder: Path, **rule: Any) -> Verdict:
 
 
 def verify(folder: Path, *arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["records", str(folder), "--verify", *arguments])
+    done = invoke(["records", str(folder), "--verify", *arguments])
     return (getattr(done.exception, "exit_code", 0) if done.exception else done.exit_code), done.stdout
 
 
@@ -97,9 +96,9 @@ def test_edited_record_is_not_compared_and_no_baseline(tmp_path: Path, edited_st
     cells = {step: scored(tmp_path, step=step) for step in (100, 200)}
     edited(cells[edited_step], set_value)
     arguments = ["compare", "run-a-100", "run-a-200", "--path", str(tmp_path)]
-    refused = CliRunner().invoke(app, arguments)
+    refused = invoke(arguments)
     assert isinstance(refused.exception, BadInput) and f"run-a-{edited_step}, demo_facts" in str(refused.exception)
-    shown = " ".join(CliRunner().invoke(app, [*arguments, "--anyway"], catch_exceptions=False).stdout.split())
+    shown = " ".join(invoke([*arguments, "--anyway"], catch_exceptions=False).stdout.split())
     assert f"run-a-{edited_step}, demo_facts: record.json was changed" in shown
     rule = {
         "benchmark": "demo_facts",

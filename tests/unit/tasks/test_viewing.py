@@ -19,10 +19,9 @@ import numpy as np
 import pytest
 import scipy.stats
 from aiohttp.test_utils import TestClient, TestServer
-from typer.testing import CliRunner
 
+from fakes.cli import invoke
 from fakes.records import make_metric, make_record, publish
-from flows.cli.app import app
 from resources.errors import StorageError
 from resources.jobs.addresses import own_address
 from resources.storage import storage
@@ -637,9 +636,7 @@ def test_modules_of_the_page_share_a_script_with_unique_names():
 def test_report_of_a_small_run_has_a_page_of_its_questions(tmp_path: Path):
     published(tmp_path / "evaluations", 100, [asked(1, True), asked(2, False)])
     report = tmp_path / "my report.html"
-    done = CliRunner().invoke(
-        app, ["report", str(tmp_path / "evaluations"), "--output", str(report)], catch_exceptions=False
-    )
+    done = invoke(["report", str(tmp_path / "evaluations"), "--output", str(report)], catch_exceptions=False)
     assert done.exit_code == 0 and 'href="my%20report-questions.html"' in report.read_text()
     assert json.loads(embedded((tmp_path / "my report-questions.html").read_text())["index.json"])["searches"] is False
 
@@ -647,7 +644,7 @@ def test_report_of_a_small_run_has_a_page_of_its_questions(tmp_path: Path):
 def test_report_of_a_large_run_says_how_its_questions_are_opened(tmp_path: Path):
     published(tmp_path / "evaluations", 100, [asked(1, True)], samples=30_000)
     report = tmp_path / "report.html"
-    CliRunner().invoke(app, ["report", str(tmp_path / "evaluations"), "--output", str(report)], catch_exceptions=False)
+    invoke(["report", str(tmp_path / "evaluations"), "--output", str(report)], catch_exceptions=False)
     assert f"<code>assay view {tmp_path / 'evaluations'}</code>" in report.read_text()
     assert not (tmp_path / "report-questions.html").exists()
 
@@ -660,7 +657,7 @@ def test_records_without_samples_have_no_page_of_questions(tmp_path: Path):
 def test_single_file_of_a_large_run_is_refused_before_reading(tmp_path: Path):
     published(tmp_path / "evaluations", 100, [asked(1, True)], samples=IN_MEMORY + 1)
     output = tmp_path / "questions.html"
-    done = CliRunner().invoke(app, ["view", str(tmp_path / "evaluations"), "--output", str(output)])
+    done = invoke(["view", str(tmp_path / "evaluations"), "--output", str(output)])
     assert done.exit_code and "100,001" in str(done.exception) and not output.exists()
 
 
@@ -671,12 +668,12 @@ def test_page_in_a_single_file_holds_only_the_named_benchmarks(tmp_path: Path):
     publish(tmp_path / "evaluations", record, samples)
     output = tmp_path / "questions.html"
     argv = ["view", str(tmp_path / "evaluations"), "--output", str(output), "--benchmark"]
-    done = CliRunner().invoke(app, [*argv, "ma*"], catch_exceptions=False)
+    done = invoke([*argv, "ma*"], catch_exceptions=False)
     contents = embedded(output.read_text())
     assert done.exit_code == 0 and b"Which colour" in b"".join(contents.values())
     assert not [name for name, content in contents.items() if b"secret" in content or b"confidential" in content]
     output.unlink()
-    done = CliRunner().invoke(app, [*argv, "other"])
+    done = invoke([*argv, "other"])
     assert "take back a filter" in str(done.exception) and not output.exists()
 
 
@@ -685,10 +682,10 @@ def test_page_of_long_answers_is_bounded_by_their_bytes(tmp_path: Path, monkeypa
     records, report = find_records(str(tmp_path / "evaluations")), str(tmp_path / "report.html")
     size = next((tmp_path / "evaluations").rglob(SAMPLES_NAME)).stat().st_size
     monkeypatch.setattr("tasks.reports.viewer.page.MOST_BYTES_NEXT_TO_A_REPORT", size - 1)
-    monkeypatch.setattr("tasks.reports.viewer.page.MOST_BYTES", size - 1)
+    monkeypatch.setattr("flows.cli.reports.MOST_BYTES", size - 1)
     assert write_next_to_report(records, report, title="made", location="") is None
     output = tmp_path / "questions.html"
-    done = CliRunner().invoke(app, ["view", str(tmp_path / "evaluations"), "--output", str(output)])
+    done = invoke(["view", str(tmp_path / "evaluations"), "--output", str(output)])
     assert f"{size:,} bytes" in str(done.exception) and not output.exists()
     monkeypatch.setattr("tasks.reports.viewer.page.MOST_BYTES_NEXT_TO_A_REPORT", size)
     assert write_next_to_report(records, report, title="made", location="") is not None
@@ -699,8 +696,7 @@ def test_command_that_listens_everywhere_prints_an_address_that_can_be_opened(
 ):
     published(tmp_path, 100, [asked(1, True)])
     monkeypatch.setattr(
-        "tasks.reports.viewer.server.serve",
-        lambda view, *, host, port, on_address: on_address(f"http://{host}:80/{TOKEN}/"),
+        "flows.cli.reports.serve", lambda view, *, host, port, on_address: on_address(f"http://{host}:80/{TOKEN}/")
     )
-    done = CliRunner().invoke(app, ["view", str(tmp_path), "--host", "0.0.0.0"], catch_exceptions=False)
+    done = invoke(["view", str(tmp_path), "--host", "0.0.0.0"], catch_exceptions=False)
     assert f"http://{own_address()}:80/{TOKEN}/" in done.stdout

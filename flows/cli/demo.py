@@ -1,0 +1,102 @@
+"""`assay demo`: the two demos, and `assay checkpoints`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.table import Table
+from rich.text import Text
+
+from flows.cli.evaluate import show_series
+from flows.cli.options.pools import AtLeastOne
+from flows.console.console import ERR, OUT, Json, print_json, say
+from resources.errors import BadInput
+from resources.settings import set_process_environment_defaults
+from resources.storage import storage
+from tasks.checkpoints.discovery import find_checkpoints
+from tasks.checkpoints.merged import write_merged
+from tasks.running.warm import warm_programs
+
+_LEAST_STEPS = 20
+
+
+def demo(
+    *,
+    train: bool = False,
+    folder: Path | None = None,
+    steps: Annotated[int | None, AtLeastOne] = None,
+    exports: Annotated[int | None, AtLeastOne] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a tiny model on this CPU and evaluate its checkpoints.
+
+    Args:
+        train: Train with Levanter, while lm-eval evaluates the checkpoints.
+        folder: Folder for everything; demo when left out, demo-train with --train.
+        steps: Training steps, unless the model is there already; 360 when left out, 240 with --train.
+        exports: With --train, checkpoints to evaluate; 4 when left out.
+    """
+    folder = folder or Path("demo-train" if train else "demo")
+    if not train and (exports is not None or (steps is not None and steps < _LEAST_STEPS)):
+        raise BadInput(
+            expected=f"--steps of at least {_LEAST_STEPS}, and --exports only with --train",
+            found="--exports" if exports is not None else f"--steps {steps}",
+            remedy="add --train, or leave it out",
+        )
+    home = (folder / "prefect").absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    set_process_environment_defaults({"PREFECT_HOME": str(home)})
+    if train:
+        from flows.demo import training  # with Prefect, which reads PREFECT_HOME when it is imported
+
+        config = training.prepare(folder, steps=steps or 240, exports=exports or 4, console=ERR)
+        result = training.run_demo(config, console=ERR)
+        after = training.seconds_to_records(config, result.records) if result.evaluated else ""
+    else:
+        from flows.demo.demo import next_steps, prepare, run_demo
+
+        with warm_programs():
+            prepare(folder, steps=steps or 360, console=ERR)
+            result = run_demo(folder, console=ERR)
+        after = next_steps(folder)
+    show_series(result, as_json=as_json)
+    if after and not as_json:
+        say(after)
+
+
+def checkpoints(
+    path: Annotated[str, Parameter(help="A checkpoint, a run, or the name of a merged checkpoint.")],
+    folder: Annotated[str | None, Parameter(help="With --materialize, the folder.")] = None,
+    /,
+    *,
+    materialize: bool = False,
+    as_json: Json = False,
+) -> None:
+    """Show the checkpoints at a path, and which are complete or why not.
+
+    Args:
+        materialize: Write a merged checkpoint to FOLDER.
+    """
+    if materialize != (folder is not None):
+        raise BadInput(
+            expected="--materialize with the name of a merged checkpoint and a folder, or neither",
+            found="--materialize alone" if materialize else f"{folder} alone",
+            remedy="for example: assay checkpoints --materialize 'mean(runs/a@last:5)' averaged",
+        )
+    if folder is not None and not storage.is_local(folder):
+        raise BadInput(expected="a folder of this machine", found=folder, remedy="write it here, and copy it there")
+    checkpoints = find_checkpoints(path)
+    if folder is not None:
+        write_merged(checkpoints[0], storage.local_path(folder))
+        checkpoints = find_checkpoints(folder)
+    if as_json:
+        keys = ("uri", "run", "name", "step", "kind", "complete", "problems")
+        print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in checkpoints])
+        return
+    table = Table("Step", "Name", "Complete", "Why not")
+    for checkpoint in checkpoints:
+        complete = Text("yes", "green") if checkpoint.complete else Text("no", "yellow")
+        table.add_row(str(checkpoint.step), checkpoint.name, complete, "; ".join(checkpoint.problems))
+    OUT.print(table)
