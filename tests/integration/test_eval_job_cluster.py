@@ -55,7 +55,7 @@ def test_job_fetches_then_runs_with_its_files_and_its_log_can_be_followed(cluste
     lines = list(log_lines(cluster, name, since=None, follow=True, note=notes.append, kept=kept))
     assert [line.container for line in lines] == ["init", "init", "eval", "eval"]
     texts = [line.text.split(" --config ")[0] for line in lines]
-    assert texts == ["eval-job run --fetch", "compute_config:", "eval-job run", "compute_config:"]
+    assert texts == ["eval-job run", "compute_config:", "eval-job run", "compute_config:"]
     assert lines[0].text.endswith(f"in {name}") and notes == [f"the log of {name} from its pods"]
     job = ended(cluster, name)
     assert (job.status, job.experiment, job.reason) == ("succeeded", "eval-test-debug", None)
