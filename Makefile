@@ -4,7 +4,7 @@ LISTS := resources/environments/requirements
 # Where it is set, every process of the tests compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-train test tests test-rest test-all test-fast check lint budgets types faults zoo chaos chaos-generate truth benchmarks bench lists pictures clean $(wildcard tasks/evaluators/*/requirements/*.in)
+.PHONY: bench-all demo demo-train test tests test-rest test-all test-fast check lint budgets types faults zoo chaos chaos-generate truth benchmarks bench lists pictures clean $(wildcard tasks/evaluators/*/requirements/*.in)
 
 demo: .venv/.complete
 	.venv/bin/assay demo
@@ -23,9 +23,10 @@ test: lint
 tests: .venv/.development
 	$(PYTEST) -n 4 --part test $(SINCE_OPTION)
 
-# All that `make test` leaves out.
+# All that `make test` leaves out, and all benchmark scripts at a small size.
 test-rest: .venv/.development
 	$(PYTEST) -n 4 --part rest $(SINCE_OPTION)
+	$(MAKE) --no-print-directory bench-all
 
 test-all:
 	$(MAKE) --no-print-directory test
@@ -78,6 +79,10 @@ benchmarks: .venv/.development
 
 bench: .venv/.development
 	.venv/bin/python tests/benchmarks/$(NAME).py
+
+# Every script at a small size, and a table: make bench-all WRITE=--write puts it into docs/performance.md
+bench-all: .venv/.development
+	.venv/bin/python tests/benchmarks/every.py $(WRITE)
 
 .venv/.complete: $(LISTS)/orchestrator.txt pyproject.toml deployments/bootstrap.py
 	$(PYTHON) deployments/bootstrap.py

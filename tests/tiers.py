@@ -45,6 +45,7 @@ REST: Mapping[str, tuple[str, ...]] = {
     "integration/test_levanter_jobs.py": (*_LEVANTER, *_SLURM),
     "integration/test_levanter_real.py": _LEVANTER,
     "integration/test_lm_eval_hf.py": (*_LM_EVAL, *_ENGINE),
+    "integration/test_lm_eval_refusals.py": _LM_EVAL,
     "integration/test_merges_of_torch.py": ("pools/weights",),
     "integration/test_mlflow_checkpoints.py": ("tasks/checkpoints", "resources/storage"),
     "integration/test_mlflow_sink.py": ("tasks/sinks", "tests/fakes/mlflow"),
@@ -53,6 +54,7 @@ REST: Mapping[str, tuple[str, ...]] = {
     "integration/test_policy_deployments.py": _POLICIES,
     "integration/test_pool_on_ray.py": (*_RAY, "pools/pool"),
     "integration/test_pool_on_slices.py": (*_RAY, "pools/pool", "resources/tpu"),
+    "integration/test_prefect_blocks.py": ("tasks/sinks", "pools/pool"),
     "integration/test_ray_tpu.py": (*_RAY, "resources/tpu"),
     "integration/test_report_page.py": ("tasks/reports",),
     "integration/test_requalification_real.py": ("tasks/verdicts", "flows/cli/reports.py"),
@@ -67,6 +69,7 @@ REST: Mapping[str, tuple[str, ...]] = {
     "integration/test_view_page.py": ("tasks/reports/viewer",),
     "integration/test_wandb_sink.py": ("tasks/sinks", "tests/fakes/wandb"),
     "integration/test_warm_engine.py": _ENGINE,
+    "integration/test_warm_lm_eval.py": (*_LM_EVAL, "resources/warm"),
     "zoo/test_zoo.py": (*_ENGINE, "tests/zoo"),
 }
 """For each module outside of `make test`, the beginnings of the paths that it belongs to.

@@ -69,10 +69,10 @@ MARGINS = (0.02, 0.05, 0.1)
 _CAPACITY = 16
 
 
-def unchanged() -> Comparison:
+def unchanged(count: int, rounds: int) -> Comparison:
     """Returns requests of whole and early evaluations of a checkpoint that is as good as its baseline."""
     shutil.rmtree(WORK, ignore_errors=True)
-    questions = [{"question": f"Question {n}?", "word": " ok" if n % 5 < 3 else " no"} for n in range(QUESTIONS)]
+    questions = [{"question": f"Question {n}?", "word": " ok" if n % 5 < 3 else " no"} for n in range(count)]
     write_benchmark(WORK / "benchmarks", "made", questions)
     checkpoint = write_checkpoint(WORK / "run" / "hf" / "step-2", config={**CONFIG, "num_attention_heads": 1})
     tokenizer = write_byte_tokenizer(checkpoint)
@@ -108,11 +108,11 @@ def unchanged() -> Comparison:
 
         whole, _ = requests("whole")
         samples = list(read_samples(str(WORK / "whole" / SAMPLES_NAME)))
-        for number in range(ROUNDS):
+        for number in range(rounds):
             shutil.rmtree(WORK / "evaluations", ignore_errors=True)
             before = _flipped(samples, np.random.default_rng(number))
             mean = float(np.mean([sample.scores["exact_match"] for sample in before]))
-            metric = make_metric("made", mean, name="exact_match", n=QUESTIONS)
+            metric = make_metric("made", mean, name="exact_match", n=count)
             fields: dict[str, Any] = {"run": "run", "place": str(WORK), "evaluation_hash": cell.evaluation_hash}
             publish(WORK / "evaluations", make_record(step=1, metrics=(metric,), **fields), before)
             [decided] = decided_early(gate, [replace(cell, uri=f"{cell.uri}-{number}")])
@@ -217,10 +217,12 @@ def main() -> None:
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--decisions", type=int, default=100)
+    parser.add_argument("--questions", type=int, default=QUESTIONS, help="of early.unchanged")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="baselines of early.unchanged")
     parser.add_argument("--demo", help="folder with the records of a run")
     options = parser.parse_args()
     simulations = simulate(options.decisions)
-    comparisons = [unchanged(), *([demo(options.demo)] if options.demo else [])]
+    comparisons = [unchanged(options.questions, options.rounds), *([demo(options.demo)] if options.demo else [])]
     print(json.dumps({"name": "early.simulations", **simulations}))
     for comparison in comparisons:
         print_comparison(comparison)

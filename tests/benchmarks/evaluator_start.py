@@ -40,8 +40,7 @@ from side_by_side import (
     give_up,
     installed_version,
     interleaved,
-    print_comparison,
-    print_table,
+    print_comparisons,
     run_timed,
     say,
 )
@@ -203,14 +202,6 @@ def main() -> None:
     starts, runner_seconds = measure(given.rounds)
     first = {side: [run.first_request for run in runs] for side, runs in starts.items()}
     whole = {side: statistics.median(run.whole for run in runs) for side, runs in starts.items()}
-    print_table(
-        f"milliseconds to the first request; the warm runner itself starts in {runner_seconds:.1f} s",
-        ("side", "median", "best", "worst", "to the scores"),
-        [
-            (side, *(1000 * value for value in (statistics.median(each), min(each), max(each), whole[side])))
-            for side, each in first.items()
-        ],
-    )
     facts = {
         "rounds": given.rounds,
         "benchmarks": len(BENCHMARKS),
@@ -221,9 +212,8 @@ def main() -> None:
         "lm_eval": installed_version("lm-eval", "lm_eval"),
     }
     ours, theirs = (statistics.median(first[side]) for side in SIDES)
-    print_comparison(
-        Comparison("evaluator_start", "seconds to the first request", ours, theirs, better="less", facts=facts)
-    )
+    compared = Comparison("evaluator_start", "seconds to the first request", ours, theirs, better="less", facts=facts)
+    print_comparisons(f"The warm runner itself starts in {runner_seconds:.1f} s", [compared])
 
 
 if __name__ == "__main__":

@@ -52,8 +52,7 @@ from side_by_side import (
     environment_of_a_user,
     give_up,
     installed_version,
-    print_comparison,
-    print_table,
+    print_comparisons,
     run_timed,
     say,
 )
@@ -320,25 +319,7 @@ def main() -> None:
 
 def report(series: Series, theirs: Sequence[Theirs], *, compared: Mapping[str, Any]) -> None:
     whole, phases = series.whole, list(theirs[0].phases)
-    print_table(
-        "theirs: seconds per checkpoint",
-        ("step", *(str(timing.step) for timing in theirs)),
-        [
-            *((phase, *(timing.phases[phase] for timing in theirs)) for phase in phases),
-            ("total", *(timing.total for timing in theirs)),
-        ],
-    )
     harnesses = {LABELS[name]: ours.median("seconds", "evaluate") for name, ours in series.by_evaluator.items()}
-    print_table(
-        "ours: seconds; evaluators work side by side, medians over the checkpoints",
-        ("", "seconds"),
-        [
-            ("series", whole.total),
-            ("for any number of checkpoints", whole.fixed),
-            ("each checkpoint: its last record to that of the next", whole.between_records),
-            *((f"  {label}, from its start to its scores", seconds) for label, seconds in harnesses.items()),
-        ],
-    )
     loaded = [record["served"]["how"] for record in whole.records.values()]
     records = [record for ours in series.by_evaluator.values() for record in ours.records.values()]
     facts = {
@@ -359,7 +340,8 @@ def report(series: Series, theirs: Sequence[Theirs], *, compared: Mapping[str, A
     }
     each, theirs_each = whole.total / len(whole.records), statistics.fmean(timing.total for timing in theirs)
     unit = "wall seconds per checkpoint, three evaluators"
-    print_comparison(Comparison("evaluators", unit, each, theirs_each, better="less", facts=facts))
+    compared_series = Comparison("evaluators", unit, each, theirs_each, better="less", facts=facts)
+    print_comparisons("Wall seconds per checkpoint, three evaluators", [compared_series])
 
 
 if __name__ == "__main__":

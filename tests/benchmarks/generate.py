@@ -55,8 +55,7 @@ from side_by_side import (
     give_up,
     installed_version,
     interleaved,
-    print_comparison,
-    print_table,
+    print_comparisons,
     say,
 )
 from stub_engine import MODEL
@@ -253,11 +252,6 @@ def measured(
             say(f"{name}, {side}: {requests / seconds:.1f}/s")
     medians = {side: statistics.median(side_rates) for side, side_rates in rates.items()}
     best = {side: max(side_rates) for side, side_rates in rates.items()}
-    print_table(
-        f"{name}: {in_flight} in flight, {requests} requests a round",
-        ("side", "requests/s", "best round"),
-        [(side, medians[side], best[side]) for side in SIDES],
-    )
     more = {
         "in_flight": in_flight,
         "requests": requests,
@@ -409,8 +403,7 @@ def main() -> None:
             comparisons.append(on_stub(rounds=given.rounds, requests=given.requests or 20 * STUB_IN_FLIGHT))
         if given.only != "stub":
             comparisons.append(on_engine(rounds=given.rounds, requests=given.requests or 20 * ENGINE_IN_FLIGHT))
-    for comparison in comparisons:
-        print_comparison(comparison)
+    print_comparisons("A worker of `assay generate`", comparisons)
 
 
 if __name__ == "__main__":

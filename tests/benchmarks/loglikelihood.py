@@ -44,8 +44,7 @@ from side_by_side import (
     give_up,
     installed_version,
     interleaved,
-    print_comparison,
-    print_table,
+    print_comparisons,
     run_timed,
     say,
 )
@@ -253,11 +252,6 @@ def side_by_side(bench: Bench, *, rounds: int, questions: Mapping[str, int], sid
     comparisons = []
     for kind in KINDS:
         median = {side: statistics.median(asking.seconds for asking in taken[kind.name, side]) for side in sides}
-        rows = [
-            (side, len(taken[kind.name, side]), median[side], *_of_a_question(median[side], questions[kind.name]))
-            for side in sides
-        ]
-        print_table(f"{kind.name}: {questions[kind.name]} questions", ("", "rounds", "seconds", "ms a question"), rows)
         for side in sides[1:]:
             facts = facts_of(kind.name, questions, worst[kind.name, side])
             facts["rounds"] = {name: [round(each.seconds, 2) for each in taken[kind.name, name]] for name in sides}
@@ -268,10 +262,6 @@ def side_by_side(bench: Bench, *, rounds: int, questions: Mapping[str, int], sid
         facts = {"seconds_of_ours": record["seconds"], "questions": questions[kind.name], "shots": SHOTS}
         comparisons.append(Comparison(f"loglikelihood.{kind.name}.cell", "wall seconds", whole, theirs, "less", facts))
     return comparisons
-
-
-def _of_a_question(seconds: float, questions: int) -> tuple[float]:
-    return (1000 * seconds / questions,)
 
 
 def facts_of(benchmark: str, questions: Mapping[str, int], worst: float) -> dict[str, Any]:
@@ -288,21 +278,16 @@ def facts_of(benchmark: str, questions: Mapping[str, int], worst: float) -> dict
 
 
 def scale(bench: Bench, *, questions: Mapping[str, int]) -> list[Comparison]:
-    comparisons, rows = [], []
+    comparisons = []
     for turn, shots in enumerate(SCALE):
         benchmarks = write_benchmarks(WORK / f"shots-{shots}", questions=questions, shots=shots, seed=1000 + turn)
-        ratios: list[object] = []
         for kind in KINDS:
             place = WORK / f"{kind.name}-{shots}-shots"
             ours = bench.by(OURS, kind.name, benchmarks, place.with_name(f"{place.name}-ours"))
             theirs = bench.by(SAME_ENGINE, kind.name, benchmarks, place.with_name(f"{place.name}-lm-eval"))
             facts = facts_of(kind.name, questions, largest_difference(ours, theirs, SAME_ENGINE)) | {"shots": shots}
             name = f"loglikelihood.{kind.name}.shots_{shots}"
-            comparison = Comparison(name, "wall seconds of asking", ours.seconds, theirs.seconds, "less", facts)
-            comparisons.append(comparison)
-            ratios.append(comparison.ratio)
-        rows.append((str(shots), *ratios))
-    print_table("times faster, by the number of examples", ("examples", *(kind.name for kind in KINDS)), rows)
+            comparisons.append(Comparison(name, "wall seconds of asking", ours.seconds, theirs.seconds, "less", facts))
     return comparisons
 
 
@@ -316,11 +301,6 @@ def generation(bench: Bench, *, rounds: int) -> list[Comparison]:
     if again.answers != taken[OURS][0].answers:
         give_up("ours and lm-eval were given different texts for the same questions")
     seconds = {side: statistics.median(asking.seconds for asking in askings) for side, askings in taken.items()}
-    rows = [
-        (side, len(taken[side]), value, *_of_a_question(value, QUESTIONS_OF_SUBJECTS))
-        for side, value in seconds.items()
-    ]
-    print_table("generation", ("", "rounds", "seconds", "ms a question"), rows)
     facts = {**sizes, "parameters": parameters(), "texts_identical": True, "engine": {**_ENGINE, **_SMALL_CACHE}}
     ours, theirs = seconds[OURS], seconds[SAME_ENGINE]
     return [Comparison("loglikelihood.generation", "wall seconds of asking", ours, theirs, "less", facts)]
@@ -356,8 +336,7 @@ def main() -> None:
             comparisons = scale(ready, questions=questions)
         else:
             comparisons = side_by_side(ready, rounds=given.rounds, questions=questions, sides=sides)
-    for comparison in comparisons:
-        print_comparison(comparison)
+    print_comparisons("Wall seconds of requests", comparisons)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import sys
 import urllib.error
 import urllib.request
@@ -22,6 +21,7 @@ from side_by_side import background, environment_of_a_user, give_up, say, wait_u
 from stub_engine import MODEL
 
 from fakes.engine import FakeEngine
+from fakes.processes import free_port
 from fakes.proxy import CLIENT_KEY as CLIENT_KEY
 from fakes.proxy import RunningProxy, running_proxy, state_of
 from resources.environments.environments import EnvironmentSpec, ensure_environment
@@ -103,12 +103,6 @@ def vllm_router(folder: Path, ports: Sequence[int]) -> Iterator[int]:
     with background(command, log=log, env=environment_of_a_user({})) as process:
         wait_until(lambda: is_healthy(port), process=process, log=log)
         yield port
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def is_healthy(port: int) -> bool:

@@ -1,5 +1,6 @@
 """Plans a large run: 10,000 checkpoints and 20 suites, with records of all but the newest checkpoints.
 
+    make bench NAME=plan_scale
     python tests/benchmarks/plan_scale.py [--checkpoints 10000] [--suites 20] [--naive 200] [--store local]
 
 Measures, on local disk and in an emulated object store: a plan before any evaluation, a plan on a machine without a

@@ -41,8 +41,7 @@ from side_by_side import (
     end_children_on_sigterm,
     environment_of_a_user,
     give_up,
-    print_comparison,
-    print_table,
+    print_comparisons,
     say,
     wait_until,
 )
@@ -237,22 +236,6 @@ def main() -> None:
 
 
 def report(with_journal: ResumeOutcome, elsewhere: ResumeOutcome, without: ResumeOutcome) -> None:
-    sides = {"journal": with_journal, "another machine, from the copy": elsewhere, "no journal": without}
-    print_table(
-        f"{with_journal.requests} requests, {CONCURRENCY} at a time, SIGKILL half-way",
-        ("", "answers before", "under way", "upstream after", "from the journal", "upstream in all"),
-        [
-            (
-                name,
-                outcome.got_before,
-                outcome.in_flight,
-                outcome.asked_after,
-                outcome.replayed,
-                outcome.asked_before + outcome.asked_after,
-            )
-            for name, outcome in sides.items()
-        ],
-    )
     facts = {
         "requests": with_journal.requests,
         "in_flight_at_the_kill": with_journal.in_flight,
@@ -262,16 +245,15 @@ def report(with_journal: ResumeOutcome, elsewhere: ResumeOutcome, without: Resum
         "on_another_machine": elsewhere.asked_after,
         "answers_before_found_again": True,
     }
-    print_comparison(
-        Comparison(
-            "resume",
-            "upstream requests after a kill half-way",
-            with_journal.asked_after,
-            without.asked_after,
-            better="less",
-            facts=facts,
-        )
+    compared = Comparison(
+        "resume",
+        "upstream requests after a kill half-way",
+        with_journal.asked_after,
+        without.asked_after,
+        better="less",
+        facts=facts,
     )
+    print_comparisons("Requests after a kill half-way", [compared])
 
 
 if __name__ == "__main__":

@@ -30,8 +30,7 @@ from side_by_side import (
     BENCH,
     Comparison,
     end_children_on_sigterm,
-    print_comparison,
-    print_table,
+    print_comparisons,
     say,
 )
 
@@ -85,22 +84,6 @@ def got_since(before: Sequence[int], stub: Stub, replicas: int) -> tuple[int, ..
 
 
 def report(alone: float, steps: Sequence[Step], *, per_replica: int, journal: bool) -> list[Comparison]:
-    print_table(
-        f"{per_replica} requests at once for each replica; a single replica without the proxy: {alone:.1f}/s",
-        ("replicas", "requests/s", "share of N single replicas", "fewest", "most", "p50 ms", "p99 ms"),
-        [
-            (
-                str(step.replicas),
-                step.result.per_second,
-                f"{step.result.per_second / (step.replicas * alone):.3f}",
-                min(step.counts),
-                max(step.counts),
-                step.result.p50_ms,
-                step.result.p99_ms,
-            )
-            for step in steps
-        ],
-    )
     return [
         Comparison(
             f"scaling.{step.replicas}.{'with' if per_replica > CAPACITY else 'without'}_reserve",
@@ -140,8 +123,7 @@ def main() -> None:
             keeps_journal=not given.no_journal,
         )
         comparisons += report(alone, steps, per_replica=per_replica, journal=not given.no_journal)
-    for comparison in comparisons:
-        print_comparison(comparison)
+    print_comparisons("Requests per second behind the proxy; as many single replicas", comparisons)
 
 
 if __name__ == "__main__":

