@@ -175,7 +175,7 @@ def run_by_itself(backend: Backend, argv: Sequence[str], variables: Mapping[str,
 
 def metrics_of(folder: Path, checkpoints: list[LocalCheckpoint]) -> dict[str, Any]:
     return {
-        checkpoint.name: _LEVANTER.parse(folder / checkpoint.name, configured()).metrics for checkpoint in checkpoints
+        checkpoint.name: _LEVANTER.read(folder / checkpoint.name, configured())[0].metrics for checkpoint in checkpoints
     }
 
 
