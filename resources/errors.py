@@ -72,7 +72,7 @@ class BadInput(AssayError):
 
 
 def exclusive(first: str, second: str, remedy: str = "leave one of them out") -> BadInput:
-    """Returns the error for two options of which only one may be given."""
+    """Returns the error for two options that exclude each other."""
     return BadInput(expected=f"{first} or {second}", found="both", remedy=remedy)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, get_args
 
 from cyclopts import Parameter
 
-from flows.cli.options.pools import AtLeastOne
+from flows.cli.options.pools import Positive
 from flows.cli.records import Folder
 from flows.console.console import Json, note, print_json, say
 from resources.errors import BadInput
@@ -34,7 +34,7 @@ def scan_texts(
     n: int = 13,
     shortest: int = 8,
     threshold: float = 0.5,
-    processes: Annotated[int | None, AtLeastOne] = None,
+    processes: Annotated[int | None, Positive] = None,
     as_json: Json = False,
 ) -> None:
     """Search training texts for the questions of all records.

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.evaluate import show_series
-from flows.cli.options.pools import AtLeastOne
+from flows.cli.options.pools import Positive
 from flows.console.console import ERR, OUT, Json, print_json, say
 from resources.errors import BadInput
 from resources.settings import set_process_environment_defaults
@@ -26,8 +26,8 @@ def demo(
     *,
     train: bool = False,
     folder: Path | None = None,
-    steps: Annotated[int | None, AtLeastOne] = None,
-    exports: Annotated[int | None, AtLeastOne] = None,
+    steps: Annotated[int | None, Positive] = None,
+    exports: Annotated[int | None, Positive] = None,
     as_json: Json = False,
 ) -> None:
     """Train a tiny model on this CPU and evaluate its checkpoints.

@@ -1,4 +1,4 @@
-"""What Prefect carries out by itself: `assay policy deploy`, `assay notify`, and `assay work-pools` per region."""
+"""Work that Prefect starts later: `assay policy deploy`, `assay notify`, and `assay work-pools` per region."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.table import Column, Table
 
-from flows.cli.options.pools import AtLeastOne, EngineOptions, resources_asked
+from flows.cli.options.pools import EngineOptions, Positive, resources_asked
 from flows.cli.policy import PolicyFile
 from flows.console.console import ERR, OUT, Json, print_json, say
 from flows.deploy.flows import deploy_to
@@ -127,7 +127,7 @@ def apply(
     regions: RegionsFile = None,
     dry_run: bool = False,
     deploy: bool = False,
-    accelerators: Annotated[int | None, AtLeastOne] = None,
+    accelerators: Annotated[int | None, Positive] = None,
     as_json: Json = False,
 ) -> None:
     """Create the work pools of the regions file, and deploy the flows that are sent to them; idempotent.

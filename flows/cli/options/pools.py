@@ -17,7 +17,7 @@ from tasks.spec.names import name_of
 
 _GPU = re.compile(r"(?P<variant>[A-Za-z][\w-]*)(?::(?P<of_it>\d{1,18}))?|(?P<of_any>\d{1,18})")
 _CORES = 2
-AtLeastOne = Parameter(validator=validators.Number(gte=1))
+Positive = Parameter(validator=validators.Number(gte=1))
 AtLeastZero = Parameter(validator=validators.Number(gte=0))
 
 
@@ -69,7 +69,7 @@ class MachineOptions(OptionGroup):
 class EngineOptions(MachineOptions):
     """The machines of an engine."""
 
-    hosts: Annotated[int | None, AtLeastOne] = None
+    hosts: Annotated[int | None, Positive] = None
     """Machines of each engine, each with such a GPU."""
 
 

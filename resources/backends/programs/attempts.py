@@ -44,7 +44,7 @@ class Attempts(NamedTuple):
         return {"attempts": self.attempts, "failures": self.failures, "preemptions": self.preemptions}
 
     def begun(self) -> Attempts:
-        """Returns the attempts with another one."""
+        """Returns the attempts with a further attempt."""
         return self._replace(attempts=self.attempts + 1)
 
     def ended(self, outcome: Outcome, reason: str | None = None) -> tuple[Attempts, Final | None]:

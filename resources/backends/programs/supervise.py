@@ -37,7 +37,7 @@ _DEFAULTS = {
     "max_retries_preemption": 0,
     "outlives_parent": False,
     "shielded": False,  # from signals to the process group: a further process receives them
-    "place": None,  # values of the variables above for a replica whose job has others on other machines
+    "place": None,  # values of the variables above for a replica of a job on several machines
 }
 """Fields of `specification.json` that a submitter may omit."""
 _NOT_STARTED = 127  # exit code of shells for a command that cannot be executed
