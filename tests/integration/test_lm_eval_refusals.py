@@ -318,7 +318,7 @@ def test_check_knows_which_benchmarks_of_lm_eval_run_code(lm_eval: Harness):
         with pytest.raises(BadInput, match=f"allow_code_execution to name {name}"):
             EVALUATOR.check(make_config(name), lm_eval.python)
     EVALUATOR.check(
-        make_config("humaneval", evaluator=LmEvalOptions(allow_code_execution=("humaneval",))), python=lm_eval.python
+        make_config("humaneval", evaluator=LmEvalOptions(allow_code_execution=("humaneval",))), lm_eval.python
     )
 
 
