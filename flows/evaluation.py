@@ -14,7 +14,6 @@ from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.flow_runs import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
-from tasks.reports.page import import_plotting
 from tasks.running.announce import announce, check_sinks, raise_alerts
 from tasks.running.cells import Cell, as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells, put_away
@@ -74,7 +73,6 @@ def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, w
     """
     began = now()
     put_away(cells)
-    import_plotting()
     with ClaimedCells([cell for cell in cells if not cell.settled], wait=wait) as claimed:
         run_claimed(configs, claimed)
     publish_report(configs[0])

@@ -7,6 +7,8 @@ import math
 from tasks.records.record import Metric
 from tasks.spec.evaluators import EVALUATORS
 
+Z_95 = 1.96
+"""Half width of a 95 % interval in standard errors."""
 _AS_POWERS_FROM = 1e7
 _MOST_DECIMALS = 6
 NOTHING = "–"
@@ -45,6 +47,16 @@ def margin(metric: Metric) -> str:
     if metric.low is not None and metric.high is not None:
         return between(metric.low, metric.high, like=metric.value)
     return measured(metric.value, metric.stderr).partition(" ")[2] if metric.stderr else ""
+
+
+def interval(metric: Metric) -> tuple[float, float] | None:
+    """Returns the 95 % interval of a score: as given, else from its standard error; None if neither is known.
+
+    A standard error of 0 means that all answers have the same score, which gives no interval.
+    """
+    if metric.low is not None and metric.high is not None:
+        return metric.low, metric.high
+    return (metric.value - Z_95 * metric.stderr, metric.value + Z_95 * metric.stderr) if metric.stderr else None
 
 
 def between(low: float, high: float, *, like: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tasks.records.current import sharing_no_input
-from tasks.records.numbers import measured
+from tasks.records.numbers import Z_95, interval, measured
 from tasks.records.record import Metric
 from tasks.reports import plots
 from tasks.reports.table import Column, ColumnResult, Results, described, questions
@@ -37,7 +37,7 @@ def chart_of(
             plots.Point(
                 step,
                 o.metric.value if o.metric else None,
-                _interval(o.metric),
+                interval(o.metric) if o.metric else None,
                 o.record.status,
                 change=(run, step) in changed,
                 broken=(run, step) in changed and not changed[run, step].qualified,
@@ -58,15 +58,11 @@ def chart_of(
     return plots.Chart(title or column.label, note if metrics else "", description, tuple(curves))
 
 
-def _interval(metric: Metric | None) -> tuple[float, float] | None:
-    return plots.interval(metric.value, metric.stderr, metric.low, metric.high) if metric else None
-
-
 def _outer(metric: Metric | None, known: Wavering | None) -> tuple[float, float] | None:
-    inner = _interval(metric)
+    inner = interval(metric) if metric else None
     if metric is None or inner is None or known is None or not math.isfinite(metric.value):
         return None
-    reach = plots.Z_95 * known.noise.stddev
+    reach = Z_95 * known.noise.stddev
     return metric.value - math.hypot(metric.value - inner[0], reach), metric.value + math.hypot(
         inner[1] - metric.value, reach
     )
@@ -75,7 +71,7 @@ def _outer(metric: Metric | None, known: Wavering | None) -> tuple[float, float]
 def _mean(mean: LastCheckpoints | None) -> tuple[float, float, float] | None:
     if mean is None:
         return None
-    reach = plots.Z_95 * (mean.stderr or 0.0)
+    reach = Z_95 * (mean.stderr or 0.0)
     return mean.mean, mean.mean - reach, mean.mean + reach
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from tasks.records.record import Record
 from tasks.records.seals import integrity
 from tasks.records.search import RecordFilter
 from tasks.records.verdicts import NOT_COVERED, EarlyVerdict, find_early
-from tasks.reports.charts import noise_note, summary_rows, wavering
+from tasks.reports.charts import chart_of, noise_note, summary_rows, wavering
 from tasks.reports.contamination import contamination_view, searched
 from tasks.reports.costs import cost_part
 from tasks.reports.parts import (
@@ -45,6 +43,7 @@ from tasks.reports.parts import (
     sink_parts,
     words_of_acknowledgements,
 )
+from tasks.reports.plots import chart_svg, charts_svg, step_label
 from tasks.reports.table import CHANGED, ColumnResult, Results, change_of, mark, notes, questions, remarks_on
 from tasks.reports.texts import PROVENANCE, counted, flat, links_of, pretty, served
 from tasks.spec.evaluators import evaluator_title
@@ -184,16 +183,9 @@ def _styled(outcome: ColumnResult | None, sign: str) -> Text:
 
 def curves_svg(records: Sequence[Record], *, qualifications: Sequence[Qualification] = ()) -> str:
     """Returns a standalone SVG of curves over training steps with 95 % intervals; omits parts and smooth scores."""
-    from tasks.reports import charts, plots
-
     results = Results(records, qualifications=qualifications)
     columns = [column for column in results.columns if not column.part and not column.smooth]
-    return plots.charts_svg([charts.chart_of(results, column, title=results.named(column)) for column in columns])
-
-
-def import_plotting() -> None:
-    """Starts importing the plotting code in a thread; a report rendered earlier waits for it."""
-    threading.Thread(target=import_module, args=("tasks.reports.plots",), name="import-plotting", daemon=True).start()
+    return charts_svg([chart_of(results, column, title=results.named(column)) for column in columns])
 
 
 def render_report(
@@ -220,15 +212,10 @@ def render_report(
         acknowledged: comments of acknowledged alerts, by alert id.
         questions_page: page with questions and answers, in the same folder.
     """
-    from tasks.reports import plots
-    from tasks.reports.charts import chart_of
-
     results = Results(records, qualifications=qualifications)
     charts = {
-        column: Markup(
-            plots.chart_svg(chart_of(results, column, acknowledged=acknowledged or ()), name=f"chart-{number}")
-        )
-        for number, column in enumerate(results.columns)
+        column: Markup(chart_svg(chart_of(results, column, acknowledged=acknowledged or ())))
+        for column in results.columns
     }
     succeeded = [record for record in results.records if record.succeeded]
     templates = Environment(loader=PackageLoader("tasks.reports"), autoescape=True, undefined=StrictUndefined,
@@ -243,7 +230,7 @@ def render_report(
         "questions": questions,
         "searched": searched,
         "served": served,
-        "step": plots.step_label,
+        "step": step_label,
     }
     return templates.get_template("report.html.j2").render(
         title=title,
@@ -322,7 +309,6 @@ def write_report(
     return uri
 
 
-_DRAWN_BY = ("matplotlib", "jinja2")
 _MARK = b"\n<!-- made from "
 _SOURCES = (".py", ".j2", ".yaml")
 
@@ -370,7 +356,7 @@ def is_fresh(uri: str, made_from: str) -> bool:
 @cache
 def _code() -> bytes:
     tasks = Path(__file__).parents[1]
-    digest = hashlib.sha256(" ".join(map(version, _DRAWN_BY)).encode())
+    digest = hashlib.sha256(version("jinja2").encode())
     for file in sorted(file for file in tasks.rglob("*") if file.suffix in _SOURCES):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.digest()

@@ -1,84 +1,50 @@
-"""Curves over training steps as SVG: a small chart per benchmark and metric, drawn with matplotlib.
+"""Curves over training steps as SVG: a small chart per benchmark and metric.
 
 The charts are for HTML pages. Ink, grid and series colors are CSS variables with a fallback, so the same drawing works
-in light and dark mode; text stays text, in common fonts; there are no external references. The same points give the
-same bytes.
+in light and dark mode; text stays text, in common fonts; there are no ids, scripts or references.
 """
 
 from __future__ import annotations
 
-import html
-import io
 import math
-import re
-import threading
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from html import escape
+from itertools import groupby
 from statistics import median
-from typing import Any, Literal
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
-from matplotlib.transforms import Transform, offset_copy
+from typing import Literal, NamedTuple
 
 from resources.errors import RecordStatus
 
 WIDTH, HEIGHT = 400, 295
 """Size of a chart in CSS pixels, without the legend below."""
-Z_95 = 1.96
-"""Half width of a 95 % interval in standard errors."""
-SERIES_COLOURS = ("#0072b2", "#c75000", "#007f5c", "#a3498a", "#8f6400", "#3d7fb0", "#5a5f66")
+_SERIES_COLOURS = ("#0072b2", "#c75000", "#007f5c", "#a3498a", "#8f6400", "#3d7fb0", "#5a5f66")
 """Okabe and Ito's colors, distinguishable for color-blind readers, darkened to 3:1 against white."""
-
-_INK, _MUTED, _GRID, _PAPER, _BAD = "#010101", "#020202", "#030303", "#040404", "#050505"
-_VARIABLES = {
-    _INK: "currentColor",
-    _MUTED: "var(--chart-muted, #55606e)",
-    _GRID: "var(--chart-grid, #dfe3e8)",
-    _PAPER: "var(--chart-paper, #ffffff)",
-    _BAD: "var(--bad, #a8261c)",
-} | {f"#0a0a0{index}": f"var(--series-{index}, {colour})" for index, colour in enumerate(SERIES_COLOURS)}
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
-_GAP_MARKERS: dict[str, str] = {"withheld": "d", "failed": "x", "infra_failed": "+"}
+_LEFT, _RIGHT, _TOP, _BOTTOM, _LEGEND_ROW = 48, WIDTH - 14, 72, HEIGHT - 46, 20
+_INK, _MUTED, _GRID = "currentColor", "var(--chart-muted, #55606e)", "var(--chart-grid, #dfe3e8)"
+_PAPER, _BAD = "var(--chart-paper, #ffffff)", "var(--bad, #a8261c)"
 _FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
-_STYLE = f'style="font-family: {_FONTS}; stroke-linejoin: round"'
-_LEFT, _RIGHT, _TOP, _BOTTOM, _LEGEND_ROW = 48, 14, 72, 46, 20
-_CHANGED_BUILD: dict[str, Any] = {"color": _MUTED, "linewidth": 1, "linestyle": (0, (6, 2, 1, 2))}
-_MEAN: dict[str, Any] = {"color": _INK, "linewidth": 1.5, "linestyle": (0, (1, 1))}
-_RING: dict[str, Any] = {"marker": "o", "markersize": 14, "markerfacecolor": "none", "linestyle": "none"}
-_ALERTS: dict[str, dict[str, Any]] = {
-    "open": {**_RING, "markeredgecolor": _BAD, "markeredgewidth": 2.2},
-    "acknowledged": {**_RING, "markeredgecolor": _MUTED, "markeredgewidth": 1.5},
-}
 _CHARACTER = 7.5  # upper estimate of a character's width in a 12.5 px label, in px
 _MOST_WITH_CAPS = 25  # points on a curve; with more, markers and lines are finer
-_SETTINGS_LOCK = threading.Lock()  # matplotlib's settings are global, and Prefect's tasks are threads
-_SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "font.family": "DejaVu Sans",
-    "font.size": 12,
-    "text.parse_math": False,
-    "legend.frameon": False,
-    "legend.fontsize": 12,
-    "legend.labelcolor": _INK,
+_RING = "M-1 0a1 1 0 1 0 2 0a1 1 0 1 0 -2 0z"
+_MARKERS = (
+    _RING,
+    "M-.9-.9H.9V.9H-.9z",
+    "M0-1.1L1.1.9H-1.1z",
+    "M0-1.2L1.2 0L0 1.2L-1.2 0z",
+    "M0 1.1L1.1-.9H-1.1z",
+    "M-.4-1.1H.4V-.4H1.1V.4H.4V1.1H-.4V.4H-1.1V-.4H-.4z",
+    "M-1.1-.6L-.6-1.1L0-.5L.6-1.1L1.1-.6L.5 0L1.1.6L.6 1.1L0 .5L-.6 1.1L-1.1.6L-.5 0z",
+)
+"""Outlines of markers around 0, with a radius of about 1."""
+_GAP_MARKERS: dict[str, str] = {
+    "withheld": "M0-1.3L.8 0L0 1.3L-.8 0z",
+    "failed": "M-1-1L1 1M-1 1L1-1",
+    "infra_failed": "M-1.2 0H1.2M0-1.2V1.2",
 }
-
-
-def interval(value: float, stderr: float | None, low: float | None, high: float | None) -> tuple[float, float] | None:
-    """Returns the 95 % interval of a number: as given, else from its standard error; None if neither is known.
-
-    A standard error of 0 means that all answers have the same score, which gives no interval.
-    """
-    if low is not None and high is not None:
-        return low, high
-    return (value - Z_95 * stderr, value + Z_95 * stderr) if stderr else None
+_DASHES = ("none", "10 4", "3 3")
+_MERGED_DASHES, _MEAN_DASHES, _BUILD_DASHES, _GAP_DASHES = "6 3", "1.5 1.5", "6 2 1 2", "2 3"
+_ALERTS = {"open": (_BAD, 2.2), "acknowledged": (_MUTED, 1.5)}
 
 
 @dataclass(frozen=True)
@@ -101,12 +67,6 @@ class Point:
     """State of an alert at this point."""
 
     @property
-    def ends(self) -> tuple[float, float]:
-        """Ends of its 95 % interval; the value itself if unknown."""
-        value = self.value if self.value is not None else math.nan
-        return self.interval or (value, value)
-
-    @property
     def shown(self) -> bool:
         return self.value is not None and math.isfinite(self.value)
 
@@ -123,6 +83,15 @@ class Curve:
     series: int = 0
     merged: int = 0
 
+    @property
+    def colour(self) -> str:
+        index = self.series % len(_SERIES_COLOURS)
+        return f"var(--series-{index}, {_SERIES_COLOURS[index]})"
+
+    @property
+    def dashes(self) -> str:
+        return _MERGED_DASHES if self.merged else _DASHES[self.series // len(_SERIES_COLOURS) % len(_DASHES)]
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -133,31 +102,36 @@ class Chart:
     description: str
     curves: tuple[Curve, ...]
 
+    @property
+    def points(self) -> list[Point]:
+        return [point for curve in self.curves for point in curve.points]
 
-def chart_svg(chart: Chart, *, name: str) -> str:
-    """Returns an `<svg>` element for a page; `name` must be unique in the page."""
-    return drawn(chart, name)[0]
+
+def chart_svg(chart: Chart) -> str:
+    """Returns an `<svg>` element for a page, as wide as its container."""
+    content, height = _drawn(chart)
+    label = escape(chart.description)
+    return (
+        f'<svg class="chart" role="img" aria-label="{label}" width="100%" viewBox="0 0 {WIDTH} {height}" '
+        f'style="font-family: {_FONTS}; stroke-linejoin: round">{content}</svg>'
+    )
 
 
 def charts_svg(charts: Sequence[Chart], *, columns: int = 2) -> str:
     """Returns a standalone SVG (with XML namespace and background) of several charts, in rows of `columns`."""
-    pictures = [drawn(chart, f"chart-{index}") for index, chart in enumerate(charts)]
+    pictures = [_drawn(chart) for chart in charts]
     row_height = max((height for _, height in pictures), default=HEIGHT)
     columns = max(1, min(columns, len(pictures)))
-    rows = max(1, math.ceil(len(pictures) / columns))
-    placed = [
-        svg.replace("<svg ", f'<svg x="{index % columns * WIDTH}" y="{index // columns * row_height}" ', 1).replace(
-            'width="100%"', f'width="{WIDTH}" height="{height}"', 1
-        )
-        for index, (svg, height) in enumerate(pictures)
-    ]
-    if not placed:
-        placed = [f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">No results yet</text>']
-    size = f'width="{columns * WIDTH}" height="{rows * row_height}"'
+    width, height = columns * WIDTH, max(1, math.ceil(len(pictures) / columns)) * row_height
+    placed = "".join(
+        f'<g transform="translate({index % columns * WIDTH} {index // columns * row_height})">{content}</g>'
+        for index, (content, _) in enumerate(pictures)
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
-        f'viewBox="0 0 {columns * WIDTH} {rows * row_height}" style="color: #1b222c; font: 14px {_FONTS}">'
-        f'<rect width="100%" height="100%" fill="#ffffff"/>{"".join(placed)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'style="color: #1b222c; font: 14px {_FONTS}; stroke-linejoin: round">'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>'
+        f"{placed or _text('No results yet', WIDTH / 2, HEIGHT / 2, anchor='middle')}</svg>\n"
     )
 
 
@@ -170,99 +144,77 @@ def step_label(step: float) -> str:
     return f"{step:,.0f}"
 
 
-_STEP_FORMATTER = FuncFormatter(lambda value, _: step_label(value).replace("-", "−"))
+class _Axes(NamedTuple):
+    x: Callable[[float], float]
+    y: Callable[[float], float]
 
 
-@lru_cache(256)
-def drawn(chart: Chart, name: str) -> tuple[str, int]:
-    """Returns the `<svg>` element and its height in px; cached, since page and picture share charts (40 ms each)."""
-    statuses = [status for status in _GAP_MARKERS if any(p.status == status for c in chart.curves for p in c.points)]
-    legend = _legend(chart, statuses)
-    legend_columns = 1 if any(len(label) > 20 for _, label in legend) else 2
-    height = HEIGHT + math.ceil(len(legend) / legend_columns) * _LEGEND_ROW + (6 if legend else 0)
-    with _SETTINGS_LOCK, matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # the browser draws the text with its own fonts
-        figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, facecolor="none")
-        bottom = _BOTTOM + height - HEIGHT
-        axes = figure.add_axes(
-            (_LEFT / WIDTH, bottom / height, (WIDTH - _LEFT - _RIGHT) / WIDTH, (height - bottom - _TOP) / height)
-        )
-        for text, top, style in (
-            (_shortened(chart.title, 42), 6, {"color": _INK, "weight": "bold", "size": 14}),
-            (chart.note, 26, {"color": _MUTED, "size": 12, "linespacing": 1.3}),
-        ):
-            figure.text(6 / WIDTH, 1 - top / height, text, va="top", **style)
-        _draw_axes(axes, chart)
-        for index, curve in enumerate(chart.curves):
-            _draw_curve(axes, curve, index, len(chart.curves))
-        if legend:
-            box = figure.legend(
-                [handle for handle, _ in legend],
-                [
-                    str(number) for number in range(len(legend))
-                ],  # placeholders, since labels with a leading underscore are left out
-                loc="lower left",
-                bbox_to_anchor=(6 / WIDTH, 2 / height),
-                ncols=legend_columns,
-                borderpad=0.2,
-                labelspacing=0.45,
-            )
-            for text, (_, label) in zip(box.get_texts(), legend, strict=True):
-                text.set_text(label)
-        output = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(output, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return _for_a_page(output.getvalue(), chart), height
+def _drawn(chart: Chart) -> tuple[str, int]:
+    legend = _legend(chart)
+    columns = 1 if any(len(label) > 20 for _, label in legend) else 2
+    rows = math.ceil(len(legend) / columns)
+    parts = [_text(_shortened(chart.title, 42), 6, 19, style="font-weight: bold; font-size: 14px")]
+    parts += [_text(line, 6, 37 + 16 * row, color=_MUTED) for row, line in enumerate(chart.note.splitlines())]
+    x, axis = _steps_axis(sorted({point.step for point in chart.points}))
+    y, grid = _values_axis(chart)
+    parts += [*grid, *axis]
+    for index, curve in enumerate(chart.curves):
+        aside = (index - (len(chart.curves) - 1) / 2) * 3.5
+        parts += _curve(curve, _Axes(lambda step, aside=aside: x(step) + aside, y), x)
+    for number, (sign, label) in enumerate(legend):
+        left, top = 6 + number % columns * WIDTH / 2, HEIGHT + 8 + number // columns * _LEGEND_ROW
+        parts.append(f'<g transform="translate({left:g} {top})">{sign}{_text(label, 32, 4)}</g>')
+    return "".join(parts), HEIGHT + rows * _LEGEND_ROW + (6 if rows else 0)
 
 
-def _draw_axes(axes: Axes, chart: Chart) -> None:
-    steps = sorted({point.step for curve in chart.curves for point in curve.points})
-    axes.set_facecolor("none")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_MUTED)
-    axes.grid(axis="y", color=_GRID, linewidth=1)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, length=0, pad=6, labelsize=12.5)
-    axes.tick_params(axis="x", length=4, color=_MUTED, pad=4)
-    axes.set_xlabel("training step", color=_MUTED, size=12, labelpad=3)
-    _scale_steps(axes, steps)
-    edges = [
-        end
-        for curve in chart.curves
-        for point in curve.points
-        if point.shown
-        for end in (*point.ends, *(point.outer or ()), *(point.mean or ()))
-    ]
-    if not edges:
-        axes.set_yticks([])
-        axes.text(
-            0.5, 0.5, "no numbers yet", transform=axes.transAxes, ha="center", color=_MUTED, backgroundcolor=_PAPER
-        )
-        return
-    low, high = min(edges), max(edges)
-    if low > 0 and low < 0.5 * high:
-        low = 0.0  # start the axis at zero
-    pad = max(0.07 * (high - low), 0.02 * abs(high)) or 0.05
-    axes.set_ylim(low - (0 if low == 0 and min(edges) > pad else pad), high + pad)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(_STEP_FORMATTER if high >= 1e3 else ScalarFormatter(useOffset=False))
+def _text(
+    content: str, x: float, y: float, *, color: str = _INK, anchor: str = "start", style: str = "font-size: 12px"
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill: {color}; {style}">{escape(content)}</text>'
+    )
 
 
-def _scale_steps(axes: Axes, steps: Sequence[int]) -> None:
+def _line(path: str, color: str, width: float, *, dashes: str = "none", style: str = "fill: none") -> str:
+    return f'<path d="{path}" style="stroke: {color}; stroke-width: {width:g}; stroke-dasharray: {dashes}; {style}"/>'
+
+
+def _marker(outline: str, x: float, y: float, radius: float, *, fill: str, stroke: str, width: float = 1.0) -> str:
+    place = f"translate({x:.1f} {y:.1f}) scale({radius:g})"
+    look = f"fill: {fill}; stroke: {stroke}; stroke-width: {width:g}; vector-effect: non-scaling-stroke"
+    return f'<path d="{outline}" transform="{place}" style="{look}"/>'
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+def _steps_axis(steps: Sequence[int]) -> tuple[Callable[[float], float], list[str]]:
     positive = [step for step in steps if step > 0]
-    if positive and steps[-1] > 20 * positive[0] and median(steps) < 0.25 * steps[-1]:
-        axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
-        axes.set_xlabel("training step (log scale)")
-    axes.update_datalim([(step, 0.0) for step in steps])
-    axes.autoscale_view(scaley=False)
-    axes.autoscale(False)
-    where = {step: float(axes.transData.transform((step, 0.0))[0]) for step in steps}
-    labelled = _apart(where)
-    if len(labelled) == len(steps) or axes.get_xscale() != "linear":
-        axes.set_xticks(labelled, minor=False)
-        axes.set_xticks([], minor=True)
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.xaxis.set_major_formatter(_STEP_FORMATTER)
+    is_log = bool(positive) and steps[-1] > 20 * positive[0] and median(steps) < 0.25 * steps[-1]
+
+    def scaled(step: float) -> float:
+        if not is_log:
+            return step
+        return 0.5 * step / positive[0] if step <= positive[0] else 0.5 + math.log10(step / positive[0])
+
+    ends = (scaled(steps[0]), scaled(steps[-1])) if steps else (0.0, 1.0)
+    span = 1.1 * (ends[1] - ends[0]) or 1.0
+    low = (ends[0] + ends[1] - span) / 2
+
+    def x(step: float) -> float:
+        return _LEFT + (scaled(step) - low) / span * (_RIGHT - _LEFT)
+
+    labelled: Sequence[float] = _apart({step: x(step) for step in steps})
+    if len(labelled) < len(steps) and not is_log:
+        labelled = [step for step in _ticks(low, low + span, 6)[0] if step == round(step) and x(step) <= WIDTH - 24]
+    parts = [_line(f"M{_LEFT} {_BOTTOM}H{_RIGHT}", _MUTED, 1)]
+    for step in labelled:
+        parts.append(_line(f"M{x(step):.1f} {_BOTTOM}v4", _MUTED, 1))
+        label = step_label(step).replace("-", "−")
+        parts.append(_text(label, x(step), _BOTTOM + 20, anchor="middle", style="font-size: 12.5px"))
+    name = "training step (log scale)" if is_log else "training step"
+    return x, [*parts, _text(name, (_LEFT + _RIGHT) / 2, _BOTTOM + 39, color=_MUTED, anchor="middle")]
 
 
 def _apart(where: dict[int, float]) -> list[int]:
@@ -276,113 +228,128 @@ def _apart(where: dict[int, float]) -> list[int]:
     return kept
 
 
-def _draw_curve(axes: Axes, curve: Curve, index: int, curves: int) -> None:
-    aside = (index - (curves - 1) / 2) * 3.5
-    shown = offset_copy(axes.transData, x=aside, units="dots")
-    foot = offset_copy(axes.get_xaxis_transform(), x=aside, units="dots")
-    look = _look(curve)
-    colour = str(look["color"])
+def _values_axis(chart: Chart) -> tuple[Callable[[float], float], list[str]]:
+    edges = [
+        end
+        for point in chart.points
+        if point.shown
+        for end in (point.value or 0.0, *(point.interval or ()), *(point.outer or ()), *(point.mean or ()))
+    ]
+    if not edges:
+        words = _text("no numbers yet", (_LEFT + _RIGHT) / 2, (_TOP + _BOTTOM) / 2, color=_MUTED, anchor="middle")
+        return lambda value: _BOTTOM, [words]
+    low, high = min(edges), max(edges)
+    low = 0.0 if 0 < low < 0.5 * high else low  # start the axis at zero
+    pad = max(0.07 * (high - low), 0.02 * abs(high)) or 0.05
+    low, high = low - (0.0 if low == 0 and min(edges) > pad else pad), high + pad
+
+    def y(value: float) -> float:
+        return _BOTTOM - (value - low) / (high - low) * (_BOTTOM - _TOP)
+
+    parts: list[str] = []
+    ticks, decimals = _ticks(low, high, 5)
+    for tick in ticks:
+        label = step_label(tick) if high >= 1e3 else f"{tick:.{decimals}f}" if decimals < 7 else f"{tick:.3g}"
+        parts.append(_line(f"M{_LEFT} {y(tick):.1f}H{_RIGHT}", _GRID, 1))
+        label = label.replace("-", "−")
+        parts.append(_text(label, _LEFT - 6, y(tick) + 4, anchor="end", style="font-size: 12.5px"))
+    return y, parts
+
+
+def _ticks(low: float, high: float, most: int) -> tuple[list[float], int]:
+    least = (high - low) / most
+    magnitude = math.floor(math.log10(least))
+    factor = next(factor for factor in (1, 2, 2.5, 5, 10) if factor * 10.0**magnitude >= least * (1 - 1e-9))
+    distance = factor * 10.0**magnitude
+    numbers = range(math.ceil(low / distance - 1e-9), math.floor(high / distance + 1e-9) + 1)
+    return [number * distance for number in numbers], max(0, (factor == 2.5) - magnitude - (factor == 10))
+
+
+def _curve(curve: Curve, at: _Axes, x: Callable[[float], float]) -> list[str]:
     fine = len(curve.points) > _MOST_WITH_CAPS
-    drawn = [  # NaN before each broken point interrupts the line
-        (point.step, value, value - point.ends[0], point.ends[1] - value)
+    shown = [(point, point.value or 0.0) for point in curve.points if point.shown]
+    parts = [
+        _line(f"M{x(point.step):.1f} {_TOP}V{_BOTTOM}", _MUTED, 1, dashes=dashes)
         for point in curve.points
-        for value in ([math.nan] if point.broken else [])
-        + [point.value if point.value is not None and point.shown else math.nan]
+        for dashes, is_drawn in ((_BUILD_DASHES, point.change), (_GAP_DASHES, not point.shown))
+        if is_drawn
     ]
-    steps, values, below, above = zip(*drawn, strict=True)
-    axes.errorbar(
-        steps,
-        values,
-        yerr=[[max(0.0, reach) for reach in below], [max(0.0, reach) for reach in above]],
-        **{"markeredgecolor": colour if fine else _PAPER, **look, "transform": shown, "clip_on": False, "zorder": 3},
-        **{"markersize": 3 if fine else 6, "elinewidth": 1 if fine else 1.3, "capsize": 0 if fine else 3},
-        capthick=1.3,
-    )
-    _draw_training(axes, curve, shown, colour, fine=fine)
-    for point in curve.points:
-        if point.change:
-            axes.axvline(point.step, zorder=1, **_CHANGED_BUILD)
-    for point in curve.points:
-        if not point.shown:
-            axes.axvline(point.step, color=_MUTED, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
-            axes.add_line(_gap_symbol(point.status, colour, at=point.step, transform=foot))
+    for point, _ in shown:
+        if point.outer:
+            width = 0.7 if fine else 1
+            parts.append(_line(_bar(at, point.step, *point.outer), curve.colour, width, style="opacity: 0.55"))
+        if point.interval:
+            bar = _bar(at, point.step, *point.interval, cap=0 if fine else 3)
+            parts.append(_line(bar, curve.colour, 1 if fine else 1.3))
+    stretches = [[(at.x(p.step), at.y(p.value or 0.0)) for p in piece] for piece in _pieces(curve, lambda p: p.shown)]
+    if stretches:
+        parts.append(_line("".join(map(_path, stretches)), curve.colour, 2, dashes=curve.dashes))
+    parts += [_sign(curve, at.x(point.step), at.y(value), fine=fine) for point, value in shown]
+    for piece in _pieces(curve, lambda point: point.mean is not None):
+        means = [(at.x(point.step), *map(at.y, point.mean)) for point in piece if point.mean]
+        if len(means) > 1:
+            band = [(step, low) for step, _, low, _ in means] + [(step, high) for step, _, _, high in means[::-1]]
+            parts.append(f'<path d="{_path(band)}z" style="fill: {curve.colour}; opacity: 0.13"/>')
+            parts.append(_line(_path([(step, mean) for step, mean, _, _ in means]), _INK, 1.5, dashes=_MEAN_DASHES))
+    for point, value in shown:
+        if point.alert:
+            parts.append(_alert(point.alert, at.x(point.step), at.y(value), radius=7))
+    gaps = [point for point in curve.points if not point.shown]
+    return parts + [_gap(point.status, curve.colour, at.x(point.step), _BOTTOM - 10) for point in gaps]
 
 
-def _draw_training(axes: Axes, curve: Curve, transform: Transform, colour: str, *, fine: bool) -> None:
-    if both := [(point.step, *point.outer) for point in curve.points if point.outer and point.shown]:
-        axes.vlines(*zip(*both, strict=True), color=colour, linewidth=0.7 if fine else 1, alpha=0.55,
-                    transform=transform, clip_on=False, zorder=2)  # fmt: skip
-    pieces: list[list[Point]] = [[]]
+def _pieces(curve: Curve, includes: Callable[[Point], bool]) -> list[list[Point]]:
+    numbers: list[int] = []
     for point in curve.points:
-        pieces += [[]] if point.broken or not point.mean else []
-        pieces[-1] += [point] if point.mean else []
-    for piece in pieces:
-        if len(piece) < 2:
-            continue
-        steps, (means, low, high) = [p.step for p in piece], zip(*(p.mean for p in piece if p.mean), strict=True)
-        axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0, transform=transform, zorder=1)
-        axes.plot(steps, means, transform=transform, clip_on=False, zorder=4, **_MEAN)
-    for point in curve.points:
-        if point.alert and point.shown:
-            axes.plot([point.step], [point.value or 0.0], transform=transform, clip_on=False, zorder=5,
-                      **_ALERTS[point.alert])  # fmt: skip
+        numbers.append((numbers[-1] if numbers else 0) + point.broken)
+    groups = groupby(zip(numbers, curve.points, strict=True), key=lambda pair: (pair[0], includes(pair[1])))
+    return [[point for _, point in group] for (_, is_included), group in groups if is_included]
 
 
-def _look(curve: Curve) -> dict[str, Any]:
-    colour = f"#0a0a0{curve.series % len(SERIES_COLOURS)}"
-    look: dict[str, Any] = {
-        "color": colour,
-        "marker": _MARKERS[(curve.series + curve.merged) % len(_MARKERS)],
-        "linestyle": _DASHES[curve.series // len(SERIES_COLOURS) % len(_DASHES)],
-        "linewidth": 2,
-    }
+def _bar(at: _Axes, step: int, low: float, high: float, *, cap: float = 0) -> str:
+    x, bottom, top = at.x(step), at.y(low), at.y(high)
+    caps = f"M{x - cap:.1f} {bottom:.1f}h{2 * cap:g}M{x - cap:.1f} {top:.1f}h{2 * cap:g}" if cap else ""
+    return f"M{x:.1f} {bottom:.1f}V{top:.1f}{caps}"
+
+
+def _sign(curve: Curve, x: float, y: float, *, fine: bool = False) -> str:
+    outline, radius = _MARKERS[(curve.series + curve.merged) % len(_MARKERS)], 1.5 if fine else 3
     if curve.merged:
-        look |= {
-            "linestyle": (0, (3, 1.5)),
-            "markerfacecolor": _PAPER,
-            "markeredgecolor": colour,
-            "markeredgewidth": 1.5,
-        }
-    return look
+        return _marker(outline, x, y, radius, fill=_PAPER, stroke=curve.colour, width=1.5)
+    return _marker(outline, x, y, radius, fill=curve.colour, stroke=curve.colour if fine else _PAPER)
 
 
-def _gap_symbol(status: str, colour: str, *, at: float | None = None, transform: object = None) -> Line2D:
-    placed = {} if at is None else {"transform": transform, "clip_on": False, "zorder": 4}
-    return Line2D([0 if at is None else at], [0 if at is None else 0.06], linestyle="none", markersize=8,
-                  marker=_GAP_MARKERS.get(status, "x"), markeredgecolor=colour, markerfacecolor=_PAPER,
-                  markeredgewidth=2, **placed)  # fmt: skip
+def _gap(status: str, colour: str, x: float, y: float) -> str:
+    return _marker(_GAP_MARKERS.get(status, _GAP_MARKERS["failed"]), x, y, 4, fill=_PAPER, stroke=colour, width=2)
 
 
-def _legend(chart: Chart, statuses: Sequence[str]) -> list[tuple[Line2D, str]]:
-    runs = [(Line2D([], [], markersize=6, **_look(curve)), _shortened(curve.run, 44)) for curve in chart.curves]
-    gaps = [(_gap_symbol(status, _INK), f"{status}: no number") for status in statuses]
-    changed = any(point.change for curve in chart.curves for point in curve.points)
-    builds = [(Line2D([], [], **_CHANGED_BUILD), "other versions from here")] if changed else []
-    points = [point for curve in chart.curves for point in curve.points]
-    means = sum(point.mean is not None for point in points) > 1
-    mean = [(Line2D([], [], **_MEAN), "mean score of the last 5 checkpoints, 95 %")] if means else []
-    alerts = [
-        (Line2D([], [], **{**look, "markersize": 9}), {"open": "alert"}.get(state, f"alert, {state}"))
-        for state, look in _ALERTS.items()
-        if any(point.alert == state for point in points)
+def _alert(state: str, x: float, y: float, *, radius: float) -> str:
+    colour, width = _ALERTS[state]
+    return _marker(_RING, x, y, radius, fill="none", stroke=colour, width=width)
+
+
+def _legend(chart: Chart) -> list[tuple[str, str]]:
+    points = chart.points
+    runs = [
+        (_line("M0 0H24", curve.colour, 2, dashes=curve.dashes) + _sign(curve, 12, 0), _shortened(curve.run, 44))
+        for curve in chart.curves
     ]
-    return (runs if len(runs) > 1 else []) + mean + alerts + gaps + builds
+    entries = runs if len(runs) > 1 else []
+    if sum(point.mean is not None for point in points) > 1:
+        mean = _line("M0 0H24", _INK, 1.5, dashes=_MEAN_DASHES)
+        entries.append((mean, "mean score of the last 5 checkpoints, 95 %"))
+    for state in _ALERTS:
+        if any(point.alert == state for point in points):
+            name = "alert" if state == "open" else f"alert, {state}"
+            entries.append((_alert(state, 12, 0, radius=4.5), name))
+    for status in _GAP_MARKERS:
+        if any(point.status == status for point in points):
+            entries.append((_gap(status, _INK, 12, 0), f"{status}: no number"))
+    if any(point.change for point in points):
+        entries.append((_line("M0 0H24", _MUTED, 1, dashes=_BUILD_DASHES), "other versions from here"))
+    return entries
 
 
 def _shortened(text: str, length: int) -> str:
     half = (length - 1) // 2
     return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
-
-
-def _for_a_page(svg: str, chart: Chart) -> str:
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", body, flags=re.DOTALL)
-    body = body.replace("xlink:href=", "href=")
-    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', body))
-    body = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", body)
-    body = re.sub(r"font-family: 'DejaVu Sans'[^;\"]*; ", "", body)
-    body = re.sub(r"(?<=: )#0[a0-9]{5}\b", lambda m: _VARIABLES.get(m[0], m[0]), body)
-    box = re.search(r'viewBox="[^"]+"', body)
-    label = html.escape(chart.description, quote=True)
-    opening = f'<svg class="chart" role="img" aria-label="{label}" width="100%" {box[0] if box else ""} {_STYLE}>'
-    return re.sub(r"<svg[^>]*>", lambda _: opening, body, count=1).strip()

@@ -14,7 +14,7 @@ from itertools import groupby
 from tasks.records.builds import BuildChange, Qualification, build_changes
 from tasks.records.current import current_records, newest_of_each_hash, told_apart, trained_run, words_of_settings
 from tasks.records.details import BenchmarkDetails
-from tasks.records.numbers import NOTHING, arrow, between, evaluator_place, margin, measured
+from tasks.records.numbers import NOTHING, arrow, between, evaluator_place, interval, margin, measured
 from tasks.records.record import CheckpointReference, Metric, Record
 from tasks.records.seals import broken_seal
 from tasks.records.search import RecordFilter
@@ -85,14 +85,10 @@ class Change:
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % interval of the difference of two independent measurements (Newcombe 1998); None if unknown."""
-        from tasks.reports import plots
-
-        ends = [
-            plots.interval(metric.value, metric.stderr, metric.low, metric.high) for metric in (self.first, self.last)
-        ]
-        if ends[0] is None or ends[1] is None:
+        first, last = interval(self.first), interval(self.last)
+        if first is None or last is None:
             return None
-        (low, high), (last_low, last_high) = ends[0], ends[1]
+        (low, high), (last_low, last_high) = first, last
         below = math.hypot(self.last.value - last_low, high - self.first.value)
         above = math.hypot(last_high - self.last.value, self.first.value - low)
         return self.difference - below, self.difference + above

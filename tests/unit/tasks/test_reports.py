@@ -27,7 +27,6 @@ from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.numbers import margin, measured
 from tasks.records.record import Record
 from tasks.records.samples import SAMPLES_NAME, Sample
-from tasks.reports import plots
 from tasks.reports.charts import chart_of, wavering
 from tasks.reports.page import curves_svg, render_report, results_rows, results_table, write_report
 from tasks.reports.table import Results
@@ -176,7 +175,6 @@ def test_curves_of_the_same_records_are_the_same_bytes() -> None:
 
     pictures, pages = set[str](), set[str]()
     for given in (records, list(reversed(records))):
-        plots.drawn.cache_clear()
         pictures.add(curves_svg(given))
         pages.add(render_report(records, title="t"))
     assert len(pictures) == len(pages) == 1
