@@ -199,6 +199,7 @@ def test_names_that_mlflow_refuses_are_rewritten_and_the_report_comes_without_ha
     assert parent.data.metrics == {
         "mmlu:subject_law/exact_match_strict": 0.5,
         "mmlu:subject_law/exact_match_strict_n": 9.0,
+        "cost/seconds": round(sum(record.seconds.values()), 3),
     }
     assert files_of(sink, parent.info.run_id) == ["report.html"]
     assert set(files_of(sink, children["run-a-100"].info.run_id)) == {"eval_config.yaml", "record.json"}
