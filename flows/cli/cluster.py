@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,15 +15,13 @@ from resources.regions.ray_clusters import (
     CLIENT_PORT,
     DASHBOARD_PORT,
     LOCAL,
+    LauncherAction,
     cluster_file,
-    down_command,
+    launcher_command,
     local_cluster,
     render,
     start_local,
-    status_command,
     take_down_local,
-    tunnel_command,
-    up_command,
 )
 from resources.regions.regions import known_regions, regions_file
 
@@ -39,7 +36,7 @@ def cluster_up(region: _Region, /, *, cpus: int | None = None, dry_run: _DryRun 
         cpus: CPUs of a local cluster; the machine's when left out.
     """
     if region != LOCAL:
-        _run(up_command(_file(region, dry_run=dry_run)), dry_run=dry_run)
+        _launch("up", region, dry_run=dry_run)
     elif dry_run:
         say("starts a Ray head of this machine that listens on loopback")
     else:
@@ -55,7 +52,7 @@ def cluster_up(region: _Region, /, *, cpus: int | None = None, dry_run: _DryRun 
 def cluster_down(region: _Region, /, *, dry_run: _DryRun = False) -> None:
     """End a region's Ray cluster with all its machines; `local` ends this machine's, and no other Ray."""
     if region != LOCAL:
-        _run(down_command(_file(region, dry_run=dry_run)), dry_run=dry_run)
+        _launch("down", region, dry_run=dry_run)
     elif dry_run:
         say(f"ends job {local_cluster().job_id}")
     else:
@@ -72,14 +69,15 @@ def cluster_status(region: _Region, /, *, forward: bool = False, dry_run: _DryRu
         cluster = local_cluster()
         say(f"up: {cluster.address}, pages at {cluster.dashboard}, job {cluster.job_id}")
     elif forward:
-        command = tunnel_command(_file(region, dry_run=dry_run))
-        say(
+        _launch(
+            "forward",
+            region,
             f"http://127.0.0.1:{DASHBOARD_PORT}   pages of {region}, while this runs",
             f"assay submit --backend ray://127.0.0.1:{CLIENT_PORT} -- python script.py   runs a job there",
+            dry_run=dry_run,
         )
-        _run(command, dry_run=dry_run)
     else:
-        _run(status_command(_file(region, dry_run=dry_run)), dry_run=dry_run)
+        _launch("status", region, dry_run=dry_run)
 
 
 def cluster_write(*, check: bool = False) -> None:
@@ -104,11 +102,9 @@ def cluster_write(*, check: bool = False) -> None:
         raise SystemExit(1)
 
 
-def _file(region: str, *, dry_run: bool) -> Path:
-    return cluster_file(known_regions().named(region), dry_run=dry_run)
-
-
-def _run(command: Sequence[str], *, dry_run: bool) -> None:
+def _launch(action: LauncherAction, region: str, *notes: str, dry_run: bool) -> None:
+    command = launcher_command(action, cluster_file(known_regions().named(region), dry_run=dry_run))
+    say(*notes)
     shown = shlex.join(["ray", *command[1:]])
     if dry_run:
         say(shown)

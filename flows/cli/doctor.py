@@ -18,8 +18,7 @@ from rich.text import Text
 from flows.console.console import OUT, Json, print_json
 from resources.environments.environments import ENVIRONMENTS, is_built
 from resources.errors import AssayError, BadInput
-from resources.regions.regions import known_regions, regions_file, where_to_write
-from resources.regions.tariffs import STALE_DAYS
+from resources.regions.regions import STALE_DAYS, known_regions, regions_file, where_to_write
 from resources.settings import deployment_data, pip_find_links, settings
 from tasks.evaluators.evaluator import harness_environments
 from tasks.prefect_server.client import server_address

@@ -18,8 +18,7 @@ from pools.config import is_address
 from pools.weights.merges import locations_of, with_each_location
 from resources.errors import AssayError, BadInput
 from resources.regions.region_check import region_of_data
-from resources.regions.regions import known_regions
-from resources.regions.tariffs import tariff_in
+from resources.regions.regions import known_regions, tariff_in
 from resources.regions.work_pools import WorkPoolChoice, choose_work_pool
 from resources.storage import storage
 from tasks.checkpoints.checkpoint import Checkpoint

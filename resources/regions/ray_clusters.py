@@ -12,12 +12,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from pydantic import ValidationError
 
 from resources.backends.local.client import LocalClient
@@ -33,6 +33,7 @@ from resources.tpu import CORES_PER_CHIP, GIB_PER_CHIP, TPU_TOPOLOGIES, TpuTopol
 LOCAL = "local"
 """The name of this machine's cluster, in place of a region's name."""
 DASHBOARD_PORT, CLIENT_PORT = 8265, 10001
+LauncherAction = Literal["up", "down", "status", "forward"]
 _VARIABLES = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps Ray on 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -49,18 +50,8 @@ _PORTS: tuple[str, ...] = (
 _GRACE_SECONDS = 3.0  # the cluster's jobs are ended before; Ray itself has nothing to save
 _OBJECT_STORE_BYTES = 200 * 2**20
 
-_HEADER = (
-    "# Written by `assay cluster write` from deployments/regions.yaml: change that file, and run the command again.\n"
-)
-_LISTS = ("orchestrator.txt", "backends.txt")
-_ENVIRONMENT = "~/assay-environment"
-_PYTHON = "3.11"  # of the pinned lists; Ray's driver and nodes must have the same version
 _MOST_CHIPS = 128  # of a slice that the launcher may start
-_SLICES, _CPU_MACHINES = 32, 64
-_IDLE_MINUTES = 10
 _FOR_WORKERS = 0.7  # of a machine's memory; the rest is for Ray and its object store
-_GIB = 2**30
-
 _RUNTIMES = {
     "v4": "tpu-ubuntu2204-base",
     "v5litepod": "v2-alpha-tpuv5-lite",
@@ -90,29 +81,20 @@ def ray_command() -> str:
     return str(command)
 
 
-def up_command(file: Path) -> list[str]:
-    """Returns the command that starts or updates a region's head."""
-    return [ray_command(), "up", "--yes", str(file)]
+def launcher_command(action: LauncherAction, file: Path) -> list[str]:
+    """Returns the command of Ray's launcher for a region's head: `up` starts or updates it, `down` ends all.
 
-
-def down_command(file: Path) -> list[str]:
-    """Returns the command that ends a region's head and all its workers."""
-    return [ray_command(), "down", "--yes", str(file)]
-
-
-def status_command(file: Path) -> list[str]:
-    """Returns the command that shows the status of a region's head: nodes, demand, errors of the launcher."""
-    return [ray_command(), "exec", str(file), "~/assay-environment/bin/ray status"]
-
-
-def tunnel_command(file: Path, *, port: int = DASHBOARD_PORT, client_port: int = CLIENT_PORT) -> list[str]:
-    """Returns the command that forwards two local ports to a region's head, for its dashboard and its job server.
-
-    It runs until it is ended. `ray dashboard` would forward only the first port, and Ray only forwards equal port
-    numbers.
+    `status` shows nodes, demand, and errors of the launcher. `forward` forwards the ports of the dashboard and of the
+    job server until it is ended; `ray dashboard` would forward only the first, and Ray forwards only equal numbers.
     """
-    forwarded = ["--port-forward", str(port), "--port-forward", str(client_port)]
-    return [ray_command(), "exec", *forwarded, str(file), "sleep infinity"]
+    forwarded = ["--port-forward", str(DASHBOARD_PORT), "--port-forward", str(CLIENT_PORT)]
+    options, remote = {
+        "up": (["up", "--yes"], []),
+        "down": (["down", "--yes"], []),
+        "status": (["exec"], ["~/assay-environment/bin/ray status"]),
+        "forward": (["exec", *forwarded], ["sleep infinity"]),
+    }[action]
+    return [ray_command(), *options, str(file), *remote]
 
 
 def start_local_command(ports: Mapping[str, int], *, folder: Path, cpus: int | None) -> list[str]:
@@ -188,10 +170,7 @@ def start_local(*, cpus: int | None = None) -> LocalCluster:
             "ray-head",
             Entrypoint.from_binary(program, arguments),
             resources=ResourceConfig.with_cpu(),
-            environment=create_environment(
-                workspace=folder,
-                env_vars=_VARIABLES,
-            ),
+            environment=create_environment(workspace=folder, env_vars=_VARIABLES),
             max_retries_preemption=0,
             outlives_parent=True,
         )
@@ -262,128 +241,39 @@ def _answers(port: int) -> bool:
 
 
 def render(region: Region) -> str:
-    """Returns the text of a region's cluster file."""
-    return _HEADER + yaml.safe_dump(cluster_content(region), sort_keys=False, width=120)
-
-
-def cluster_content(region: Region) -> dict[str, Any]:
-    """Returns the content of a region's cluster file, in Ray's schema."""
+    """Returns the text of a region's cluster file, in Ray's schema."""
     if region.ray_cluster is None:
         raise BadInput(
             expected=f"ray_cluster of {region.name} in the regions file",
             found="none",
             remedy="Name its zone and its file there.",
         )
+    templates = Environment(
+        loader=PackageLoader("resources.regions"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters |= {
+        "generation": tpu_generation,
+        "memory": lambda gib: int(gib * _FOR_WORKERS) * 2**30,
+    }
     zone = region.ray_cluster.zone
-    ray = f"{_ENVIRONMENT}/bin/ray"
-    start = f"ulimit -n 65536; {ray} start --disable-usage-stats --object-manager-port=8076"
-    return {
-        "cluster_name": f"assay-{region.name}",
-        "max_workers": 1024,
-        "upscaling_speed": 1.0,
-        "idle_timeout_minutes": _IDLE_MINUTES,
-        "provider": {
-            "type": "gcp",
-            "region": region.name,
-            "availability_zone": zone,
-            "project_id": region.ray_cluster.project,
-        },
-        "auth": {"ssh_user": "ubuntu"},
-        "file_mounts": {f"~/assay-lists/{name}": f"resources/environments/requirements/{name}" for name in _LISTS},
-        "cluster_synced_files": [],
-        "setup_commands": [
-            "command -v ~/.local/bin/uv || python3 -m pip install --user uv",
-            f"~/.local/bin/uv venv --allow-existing --python {_PYTHON} {_ENVIRONMENT}",
-            f"~/.local/bin/uv pip install --python {_ENVIRONMENT}/bin/python "
-            + " ".join(f"-r ~/assay-lists/{name}" for name in _LISTS),
-        ],
-        "head_node_type": "head",
-        "available_node_types": {
-            "head": _machine(
-                region, zone=zone, machine_type="n2-standard-8", cores=8, gib=32, preemptible=False, most=0
-            )
-            # Runs the jobs that request a machine without preemption; no other job should.
-            | {"resources": {"CPU": 8, "memory": _memory(32), "head_node": 1}},
-            "cpu": _machine(
-                region,
-                zone=zone,
-                machine_type="n2-standard-32",
-                cores=32,
-                gib=128,
-                preemptible=True,
-                most=_CPU_MACHINES,
-            ),
-            **{f"tpu-{topology.variant}": _slice(region, topology, zone=zone) for topology in slices_in(region, zone)},
-        },
-        "head_start_ray_commands": [
-            f"{ray} stop",
-            f"{start} --head --port=6379 --ray-client-server-port=10001 --dashboard-host=127.0.0.1 "
-            "--autoscaling-config=~/ray_bootstrap_config.yaml",
-        ],
-        "worker_start_ray_commands": [f"{ray} stop", f"{start} --address=$RAY_HEAD_IP:6379"],
-    }
+    return templates.get_template("ray_cluster.yaml.j2").render(
+        region=region,
+        zone=zone,
+        slices=slices_in(region, zone),
+        cores=CORES_PER_CHIP,
+        gib=GIB_PER_CHIP,
+        runtimes=_RUNTIMES,
+    )
 
 
-def slices_in(region: Region, zone: str) -> Iterator[TpuTopology]:
-    """Yields the slices that the launcher may start in a zone, up to 128 chips."""
-    for topology in TPU_TOPOLOGIES.values():
-        if zone in region.tpus.get(tpu_generation(topology.variant), ()) and topology.chips <= _MOST_CHIPS:
-            yield topology
-
-
-def _slice(region: Region, topology: TpuTopology, *, zone: str) -> dict[str, Any]:
-    generation, chips = tpu_generation(topology.variant), topology.chips_per_vm
-    return {
-        "min_workers": 0,
-        "max_workers": _SLICES,
-        # Per VM; the launcher sets the head resource only on the first VM of a slice.
-        "resources": {
-            "CPU": CORES_PER_CHIP[generation] * chips,
-            "memory": _memory(GIB_PER_CHIP[generation] * chips),
-            "TPU": chips,
-            f"TPU-{topology.variant}-head": 1,
-        },
-        "labels": {**_labels(region, zone=zone, preemptible=True), "ray.io/tpu-pod-type": topology.variant},
-        "node_config": {
-            "acceleratorType": topology.variant,
-            "runtimeVersion": _RUNTIMES[generation],
-            "schedulingConfig": {"preemptible": True},
-        },
-    }
-
-
-def _machine(
-    region: Region, *, zone: str, machine_type: str, cores: int, gib: int, preemptible: bool, most: int
-) -> dict[str, Any]:
-    boot = {
-        "boot": True,
-        "autoDelete": True,
-        "type": "PERSISTENT",
-        "initializeParams": {
-            "diskSizeGb": 200,
-            "sourceImage": "projects/ubuntu-os-cloud/global/images/family/ubuntu-2204-lts",
-        },
-    }
-    return {
-        "min_workers": 0,
-        "max_workers": most,
-        "resources": {"CPU": cores, "memory": _memory(gib)},
-        "labels": _labels(region, zone=zone, preemptible=preemptible),
-        "node_config": {
-            "machineType": machine_type,
-            "disks": [boot],
-            **({"scheduling": [{"preemptible": True}]} if preemptible else {}),
-        },
-    }
-
-
-def _labels(region: Region, *, zone: str, preemptible: bool) -> dict[str, str]:
-    return {
-        "ray.io/availability-region": region.name,
-        "ray.io/availability-zone": zone,
-        "ray.io/market-type": "spot" if preemptible else "on-demand",
-    }
-
-
-def _memory(gib: int) -> int:
-    return int(gib * _FOR_WORKERS) * _GIB
+def slices_in(region: Region, zone: str) -> list[TpuTopology]:
+    """Returns the slices that the launcher may start in a zone, up to 128 chips."""
+    offered = [generation for generation, zones in region.tpus.items() if zone in zones]
+    return [
+        topology
+        for topology in TPU_TOPOLOGIES.values()
+        if tpu_generation(topology.variant) in offered and topology.chips <= _MOST_CHIPS
+    ]

@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import os
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_UP, Decimal
@@ -23,11 +22,9 @@ from pydantic import BaseModel
 from resources.config import ResourceConfig
 from resources.errors import BadInput, WrongRegion
 from resources.regions.region_table import Regions
-from resources.regions.regions import known_regions
+from resources.regions.regions import METADATA, known_regions, vm_zone
 from resources.settings import MAX_EGRESS_VARIABLE, data_prefix, settings
 
-_METADATA = "http://169.254.169.254"  # of a VM at Google; by IP, since resolving the name can hang on other networks
-_METADATA_SECONDS = 1.0
 _SIZES_SECONDS = 5.0  # for all sizes together; without sizes, the error contains the price per GB
 _GB = 10**9
 _LOCATION_SECONDS = 15.0
@@ -130,7 +127,8 @@ def check_reads(uris: Sequence[str], resources: ResourceConfig, *, backend: str 
     def region_of_backend() -> str | None:
         if backend is None:
             return region_of_this_machine()
-        return next((region.name for region in known_regions().regions if region.backend_url == backend), None)
+        region = known_regions().of_backend(backend)
+        return region.name if region else None
 
     check_gcs_paths_same_region(
         {"reads": list(dict.fromkeys(uris))},
@@ -157,28 +155,13 @@ def check_path(path: GcsPath, region: str, regions: Regions | None = None) -> El
     return Elsewhere(path, " and ".join(locations), known.egress_price(locations[0], names[0]))
 
 
-def region_of_this_machine(metadata_address: str = _METADATA) -> str | None:
+def region_of_this_machine(metadata_address: str = METADATA) -> str | None:
     """Returns the region of this machine: from the settings, else the VM's metadata, else the data prefix; or None."""
-    zone = settings().region or vm_metadata("zone", metadata_address)
-    if zone is not None:
-        return settings().region or zone.rpartition("/")[2].rpartition("-")[0]  # projects/1/zones/us-east1-d
+    if settings().region:
+        return settings().region
+    if zone := vm_zone(metadata_address):
+        return zone.rpartition("-")[0]
     return region_of_prefix(data_prefix(), known_regions())
-
-
-@cache  # machines outside of Google Cloud take a second to fail
-def vm_metadata(name: str, metadata_address: str = _METADATA) -> str | None:
-    """Returns an instance value from this Google VM's metadata; None on other machines, or if it is missing."""
-    request = urllib.request.Request(
-        f"{metadata_address}/computeMetadata/v1/instance/{name}", headers={"Metadata-Flavor": "Google"}
-    )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # link-local: never through a proxy
-    try:
-        with opener.open(request, timeout=_METADATA_SECONDS) as answer:
-            if answer.headers.get("Metadata-Flavor") == "Google":
-                return answer.read().decode().strip()
-    except OSError:
-        pass  # not a VM at Google, or no such value
-    return None
 
 
 def region_of_prefix(prefix: str | None, regions: Regions) -> str | None:

@@ -214,6 +214,11 @@ class Regions(Config):
     def of_bucket(self, bucket: str) -> Region | None:
         return next((region for region in self.regions if bucket in region.buckets), None)
 
+    def of_backend(self, backend: str) -> Region | None:
+        """Returns the region with a backend, as in `Client.url`; None if no region has it."""
+        at = (region for region in self.regions if backend in (region.ray_address, region.iris_address))
+        return next(at, None)
+
     def continent_of(self, region: str) -> str | None:
         """Returns the continent of a region, or None; of an unlisted region, from the start of its name."""
         if (known := self.find(region)) is not None:

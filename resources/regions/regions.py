@@ -1,12 +1,14 @@
-"""Choice of a region: the regions that offer a device, and its hourly price in each.
+"""Choice of a region: the regions that offer a device, its hourly price in each, and the price where a replica runs.
 
-All decisions are pure functions of `deployments/regions.yaml`, or of the file in `ASSAY_REGIONS`.
+Decisions are pure functions of `deployments/regions.yaml`, or of the file in `ASSAY_REGIONS`.
 """
 
 from __future__ import annotations
 
 import difflib
+import urllib.request
 from collections.abc import Sequence
+from datetime import date
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -14,13 +16,17 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
+from resources.config import Config, CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import BadInput, NoMatchingRegion
 from resources.regions.region_table import Price, Region, Regions, gpu_model, tpu_generation
 from resources.settings import deployment_data, settings
 from resources.storage.yaml_text import load_yaml
 
 _GB = 10**9
+STALE_DAYS = 180
+"""Age of a price list from which on `assay doctor` requests a newer list; list prices change about once a year."""
+METADATA = "http://169.254.169.254"  # of a VM at Google; by IP, since resolving the name can hang on other networks
+_METADATA_SECONDS = 1.0
 
 
 def load_regions(path: Path) -> Regions:
@@ -65,7 +71,7 @@ def regions_for(resources: ResourceConfig, regions: Regions | None = None) -> li
     if matching := [region for region in unique if region.offered(resources)]:
         return matching
     raise NoMatchingRegion(
-        expected=f"a region that offers {_described(resources)}",
+        expected=f"a region that offers {described(resources)}",
         found=f"no region does. Regions searched: {', '.join(region.name for region in searched)}",
         remedy=f"{_nearest(resources, searched=searched, known=known)}Add a region to the regions file "
         "(deployments/regions.yaml, unless ASSAY_REGIONS names another), or change resources.device.",
@@ -98,7 +104,8 @@ def price_per_hour(region: Region, resources: ResourceConfig) -> Decimal | None:
             return None if machine is None else machine * machines
 
 
-def _described(resources: ResourceConfig) -> str:
+def described(resources: ResourceConfig) -> str:
+    """Formats the requested device, and the zone if it matters."""
     match resources.device:
         case CpuConfig():
             device = "machines without accelerators"
@@ -127,3 +134,92 @@ def _nearest(resources: ResourceConfig, *, searched: Sequence[Region], known: Re
             return ""
     near = difflib.get_close_matches(model, dict.fromkeys(offered), n=2, cutoff=0.4) or list(dict.fromkeys(offered))
     return f"Nearest there: {', '.join(near)}. " if near else ""
+
+
+class Tariff(Config):
+    """Hourly price of a replica, as far as it is known."""
+
+    usd_per_hour: float | None = None
+    """USD per hour of a replica, for all of its hosts; empty if unknown."""
+    region: str | None = None
+    """Region that it runs in."""
+    zone: str | None = None
+    """Zone that it runs in, if known."""
+    preemptible: bool | None = None
+    """True if the machine can be preempted, which is cheaper."""
+    as_of: date | None = None
+    """Date of the price list."""
+    source: str | None = None
+    """Source of the price list."""
+    why_unknown: str | None = None
+    """Reason for a missing price."""
+
+
+def tariff_in(region: Region, resources: ResourceConfig, regions: Regions, *, zone: str | None = None) -> Tariff:
+    """Returns the tariff of a replica in a region, and in a zone if known."""
+    hourly = price_per_hour(region, resources.model_copy(update={"replicas": 1}))
+    place = {"region": region.name, "zone": zone or resources.zone, "preemptible": resources.preemptible}
+    if hourly is None:
+        kind = "preemptible" if resources.preemptible else "on demand"
+        return Tariff(**place, why_unknown=f"the price list has no price for it in {region.name}, {kind}")
+    prices = regions.prices
+    source = prices.source or prices.note or None
+    return Tariff(**place, usd_per_hour=round(float(hourly), 6), as_of=prices.as_of, source=source)
+
+
+def tariff_of(resources: ResourceConfig, *, backend: str | None, regions: Regions | None = None) -> Tariff:
+    """Returns the tariff of a replica of a job, as far as its region is known; `backend` is as in `Client.url`.
+
+    Locally (None), the region comes from the settings, or from the zone in a Google VM's metadata; otherwise from the
+    backend, or from `resources.regions` if it lists a single region.
+    """
+    try:
+        known = regions or known_regions()
+        if backend is None:
+            return _tariff_here(resources, known)
+        region = known.of_backend(backend)
+        match resources.regions:
+            case (only,) if region is None:
+                region = known.named(only)
+    except BadInput as error:
+        return Tariff(why_unknown=f"{error.expected}: {error.found}".splitlines()[0])
+    if region is None:
+        return Tariff(why_unknown="neither the backend nor resources.regions says which region it runs in")
+    return tariff_in(region, resources, known)
+
+
+def _tariff_here(resources: ResourceConfig, known: Regions) -> Tariff:
+    preemptible = None
+    zone = None if settings().region else vm_zone()
+    name = zone.rpartition("-")[0] if zone else settings().region
+    if name is None:
+        return Tariff(why_unknown="this machine is in no region that has prices")
+    if zone is not None and (told := vm_metadata("scheduling/preemptible")) is not None:
+        preemptible = told.upper() == "TRUE"
+    region = known.find(name)
+    if region is None:
+        return Tariff(zone=zone, why_unknown=f"the price list has no region {name}")
+    asked = resources if preemptible is None else resources.model_copy(update={"preemptible": preemptible})
+    return tariff_in(region, asked, known, zone=zone)
+
+
+@cache  # machines outside of Google Cloud take a second to fail
+def vm_metadata(name: str, metadata_address: str = METADATA) -> str | None:
+    """Returns an instance value from this Google VM's metadata; None on other machines, or if it is missing."""
+    request = urllib.request.Request(
+        f"{metadata_address}/computeMetadata/v1/instance/{name}", headers={"Metadata-Flavor": "Google"}
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # link-local: never through a proxy
+    try:
+        with opener.open(request, timeout=_METADATA_SECONDS) as answer:
+            if answer.headers.get("Metadata-Flavor") == "Google":
+                return answer.read().decode().strip()
+    except OSError:
+        pass  # not a VM at Google, or no such value
+    return None
+
+
+def vm_zone(metadata_address: str = METADATA) -> str | None:
+    """Returns the zone of this Google VM, such as us-east1-d; None on other machines."""
+    place = vm_metadata("zone", metadata_address)  # projects/1/zones/us-east1-d
+    return place and place.rpartition("/")[2]

@@ -10,8 +10,8 @@ from typing import Any
 from resources.backends.kubernetes.devices import GPU_RESOURCE, TPU_RESOURCE, placement, tpu_shape
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import NoUsableWorkPool, UnsatisfiableResources
-from resources.regions.region_table import ADDRESS_LINE, ImageKind, Region, Regions, gpu_model, tpu_generation
-from resources.regions.regions import known_regions, price_per_hour, regions_for, where_to_write
+from resources.regions.region_table import ADDRESS_LINE, ImageKind, Region, Regions, gpu_model
+from resources.regions.regions import described, known_regions, price_per_hour, regions_for, where_to_write
 from resources.settings import MAX_EGRESS_VARIABLE, REGION_VARIABLE
 from resources.tpu import largest_single_vm_slice
 
@@ -29,25 +29,36 @@ class _Machine:
     name: str
     cores: int
     memory_gib: int
+    model: str = ""
+    gpus: int = 0
+
+    def __str__(self) -> str:
+        kind = f"{self.gpus} x {self.model}" if self.gpus else self.name
+        return f"{kind} with {self.cores} cores and {self.memory_gib} GiB"
 
 
-_CPU_MACHINES = tuple(
-    _Machine(f"n2-{family}-{cores}", cores, cores * per_core)
-    for cores in (2, 4, 8, 16, 32, 48, 64, 80, 96, 128)
-    for family, per_core in (("standard", 4), ("highmem", 8))
-    if (family, cores) != ("highmem", 128)  # has less memory per core than the rest of its family
+def _with_gpus(model: str, name: str, cores: int, memory_gib: int, *, most: int = 8) -> list[_Machine]:
+    return [
+        _Machine(name.format(gpus=gpus, cores=cores * gpus), cores * gpus, memory_gib * gpus, model, gpus)
+        for gpus in (1, 2, 4, 8)
+        if gpus <= most
+    ]
+
+
+_MACHINES = (
+    *(
+        _Machine(f"n2-{family}-{cores}", cores, cores * per_core)
+        for cores in (2, 4, 8, 16, 32, 48, 64, 80, 96, 128)
+        for family, per_core in (("standard", 4), ("highmem", 8))
+        if (family, cores) != ("highmem", 128)  # has less memory per core than the rest of its family
+    ),
+    *_with_gpus("A100", "a2-highgpu-{gpus}g", 12, 85),
+    _Machine("a2-megagpu-16g", 96, 1360, "A100", 16),
+    *_with_gpus("A100-80GB", "a2-ultragpu-{gpus}g", 12, 170),
+    *_with_gpus("H100", "a3-highgpu-{gpus}g", 26, 234),
+    *_with_gpus("L4", "g2-standard-{cores}", 12, 48),
+    *_with_gpus("T4", "n1-standard-{cores}", 8, 30, most=4),
 )
-# By model and number of GPUs; cores and memory are fixed.
-_GPU_MACHINES: dict[str, dict[int, _Machine]] = {
-    "A100": {
-        **{count: _Machine(f"a2-highgpu-{count}g", 12 * count, 85 * count) for count in (1, 2, 4, 8)},
-        16: _Machine("a2-megagpu-16g", 96, 1360),
-    },
-    "A100-80GB": {count: _Machine(f"a2-ultragpu-{count}g", 12 * count, 170 * count) for count in (1, 2, 4, 8)},
-    "H100": {count: _Machine(f"a3-highgpu-{count}g", 26 * count, 234 * count) for count in (1, 2, 4, 8)},
-    "L4": {count: _Machine(f"g2-standard-{12 * count}", 12 * count, 48 * count) for count in (1, 2, 4, 8)},
-    "T4": {count: _Machine(f"n1-standard-{8 * count}", 8 * count, 30 * count) for count in (1, 2, 4)},
-}
 _GPU_TYPES = {
     "A100": "NVIDIA_TESLA_A100",
     "A100-80GB": "NVIDIA_A100_80GB",
@@ -55,9 +66,10 @@ _GPU_TYPES = {
     "L4": "NVIDIA_L4",
     "T4": "NVIDIA_TESLA_T4",
 }
-_TPU_MACHINES: dict[str, dict[int, str]] = {
-    "v5litepod": {1: "ct5lp-hightpu-1t", 4: "ct5lp-hightpu-4t", 8: "ct5lp-hightpu-8t"},
-    "v6e": {1: "ct6e-standard-1t", 4: "ct6e-standard-4t", 8: "ct6e-standard-8t"},
+_TPU_MACHINES = {
+    f"{generation}-{chips}": f"{machine}-{chips}t"
+    for generation, machine in (("v5litepod", "ct5lp-hightpu"), ("v6e", "ct6e-standard"))
+    for chips in (1, 4, 8)
 }
 
 
@@ -179,7 +191,7 @@ def choose_work_pool(
     if impossible is not None and all(reason.startswith("cannot: ") for reason in passed_over.values()):
         raise impossible
     raise NoUsableWorkPool(
-        expected=f"a work pool that starts a flow run now, for {_device_text(resources)}",
+        expected=f"a work pool that starts a flow run now, for {described(resources)}",
         found="; ".join(f"{name} {reason}" for name, reason in passed_over.items()),
         remedy=(f"nearest: {nearest}; " if nearest else "")
         + "resume a work pool, start a worker for it, wait, allow more regions, or raise the limit for egress "
@@ -191,12 +203,6 @@ def _egress_usd(known: Regions, region: Region, source: Source | None) -> Decima
     if source is None:
         return Decimal(0)
     return known.egress_price(source.region, region.name) * Decimal(source.size_bytes) / _GB
-
-
-def _device_text(resources: ResourceConfig) -> str:
-    described = resources.device.model_dump(exclude_none=True, exclude={"alternatives"})
-    described |= {"variant": " or ".join(resources.device.types)} if isinstance(resources.device, TpuConfig) else {}
-    return " ".join(str(value) for value in described.values())
 
 
 def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
@@ -292,49 +298,33 @@ def _vertex_ai(resources: ResourceConfig) -> dict[str, Any]:
     variables: dict[str, Any] = {"boot_disk_size_gb": max(100, -(-size_in_bytes(resources.disk) * share // 10**9))}
     if resources.preemptible:
         variables["scheduling"] = {"strategy": "SPOT"}
+    model, gpus, requested = "", 0, ""
     match resources.device:
-        case CpuConfig():
-            fitting = [
-                machine for machine in _CPU_MACHINES if machine.cores >= cores and machine.memory_gib * _GIB >= memory
-            ]
-            if not fitting:
-                largest = max(_CPU_MACHINES, key=lambda machine: machine.memory_gib)
-                request = f"{cores} cores and {memory / _GIB:g} GiB"
-                raise _beyond("Vertex AI", request, f"{largest.name}, {largest.cores} cores, {largest.memory_gib} GiB")
-            smallest = min(fitting, key=lambda machine: (machine.memory_gib, machine.cores))
-            return variables | {"machine_type": smallest.name}
+        case TpuConfig(variant=variant) as tpu:
+            if variant not in _TPU_MACHINES:
+                raise _beyond("Vertex AI", variant, ", ".join(_TPU_MACHINES))
+            return variables | {"machine_type": _TPU_MACHINES[variant], "tpu_topology": tpu_shape(tpu)}
         case GpuConfig(variant=variant, count=count):
             model, gpus = "T4" if variant == "auto" else gpu_model(variant), count * share
-            machines = _GPU_MACHINES.get(model, {})
-            fitting_count = next(
-                (
-                    size
-                    for size, machine in machines.items()
-                    if size >= gpus and machine.cores >= cores and machine.memory_gib * _GIB >= memory
-                ),
-                None,
-            )
-            if fitting_count is None:
-                nearest = [
-                    f"{size} x {name} with {machine.cores} cores and {machine.memory_gib} GiB"
-                    for name, sizes in _GPU_MACHINES.items()
-                    for size, machine in [max(sizes.items())]
-                    if name == model or not machines
-                ]
-                request = f"{gpus} x {variant} with {cores} cores and {memory / _GIB:g} GiB"
-                raise _beyond("Vertex AI", request, ", ".join(nearest))
-            return variables | {
-                "machine_type": machines[fitting_count].name,
-                "accelerator_type": _GPU_TYPES[model],
-                "accelerator_count": fitting_count,
-            }
-        case TpuConfig(variant=variant) as tpu:
-            machines = _TPU_MACHINES.get(tpu_generation(variant), {})
-            chips = tpu.slice.chips
-            if chips not in machines:
-                nearest = [f"{name}-{size}" for name, sizes in _TPU_MACHINES.items() for size in sizes]
-                raise _beyond("Vertex AI", variant, ", ".join(nearest))
-            return variables | {"machine_type": machines[chips], "tpu_topology": tpu_shape(tpu)}
+            requested = f"{gpus} x {variant} with "
+        case CpuConfig():
+            pass
+    fitting = [
+        machine
+        for machine in _MACHINES
+        if machine.model == model
+        and machine.gpus >= gpus
+        and machine.cores >= cores
+        and machine.memory_gib * _GIB >= memory
+    ]
+    if not fitting:
+        models = [model] if model in ("", *_GPU_TYPES) else _GPU_TYPES
+        largest = [max((m for m in _MACHINES if m.model == model), key=lambda m: m.memory_gib) for model in models]
+        request = f"{requested}{cores} cores and {memory / _GIB:g} GiB"
+        raise _beyond("Vertex AI", request, ", ".join(map(str, largest)))
+    machine = min(fitting, key=lambda machine: (machine.memory_gib, machine.cores))
+    accelerators = {"accelerator_type": _GPU_TYPES[model], "accelerator_count": machine.gpus} if gpus else {}
+    return variables | {"machine_type": machine.name} | accelerators
 
 
 def _beyond(service: str, request: str, nearest: str) -> UnsatisfiableResources:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from resources.config import ResourceConfig
 from resources.errors import AssayError
-from resources.regions.regions import known_regions
-from resources.regions.tariffs import Tariff, tariff_in
+from resources.regions.regions import Tariff, known_regions, tariff_in
 from resources.regions.work_pools import choose_work_pool
 from resources.storage import storage
 from tasks.checkpoints.merged_listing import with_means

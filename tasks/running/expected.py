@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from resources.errors import StorageError
-from resources.regions.tariffs import Tariff
+from resources.regions.regions import Tariff
 from resources.storage import storage
 from tasks.errors import OverBudget
 from tasks.evaluators.reading import TokensToAsk

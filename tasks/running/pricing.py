@@ -7,7 +7,7 @@ from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.errors import AssayError
 from resources.jobs.addresses import is_loopback
-from resources.regions.tariffs import Tariff, tariff_of
+from resources.regions.regions import Tariff, tariff_of
 from tasks.records.cost import Cost, Predicted, Spent
 from tasks.running.provisioning import access_of
 from tasks.spec.evaluation import EvaluationConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.doctor import commits_since, examine, image_finding, price_list_finding
-from resources.regions.tariffs import STALE_DAYS
+from resources.regions.regions import STALE_DAYS
 from resources.settings import settings
 from tasks.records.provenance import versions
 

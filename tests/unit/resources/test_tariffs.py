@@ -11,8 +11,7 @@ import pytest
 
 from resources.config import ResourceConfig
 from resources.regions.region_table import Regions
-from resources.regions.regions import price_per_hour
-from resources.regions.tariffs import tariff_in, tariff_of
+from resources.regions.regions import price_per_hour, tariff_in, tariff_of
 from resources.settings import variable_set
 
 PRICES: dict[str, Any] = {

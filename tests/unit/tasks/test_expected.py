@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fakes.records import make_metric, make_record, publish
-from resources.regions.tariffs import Tariff
+from resources.regions.regions import Tariff
 from tasks.errors import OverBudget
 from tasks.evaluators.reading import TokensToAsk
 from tasks.records.cost import Cost, Predicted, Spent, sum_of
