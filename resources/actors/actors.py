@@ -12,7 +12,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +23,7 @@ from resources.actors.actor_server import serve_actor
 from resources.actors.actor_wire import Frame, Kind
 from resources.config import ResourceConfig, TpuConfig
 from resources.errors import ActorCallCancelled, ActorMethodFailed, BadInput, JobTimeout
-from resources.jobs.jobs import Call, Client, EnvironmentConfig, JobHandle, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Call, Client, EnvironmentConfig, JobHandle, JobRequest, create_environment
 from resources.jobs.results import Raised
 from resources.jobs.user_key import USER_KEY_VARIABLE, user_key
 from resources.jobs.waiting import growing_pauses
@@ -43,8 +43,6 @@ class ActorFuture:
     def done(self) -> bool:
         return self._answer.done()
 
-    is_done = done
-
     def cancel(self) -> bool:
         """Cancels the call before it begins, and returns True; False if it runs, has finished, or is lost."""
         return not self.done() and self._line.cancel(self._answer)
@@ -62,7 +60,10 @@ class ActorFuture:
                 remedy="Wait longer, or ask what the actor's job is doing.",
             ) from None
         if frame.kind is Kind.RESULT:
-            return self._read(frame)
+            try:
+                return pickle.loads(frame.body)
+            except Exception as error:  # the objects' own pickling code can raise anything
+                raise self._unreadable(f"its result: {type(error).__name__}: {error}") from error
         if frame.kind is Kind.CANCELLED:
             raise ActorCallCancelled(
                 expected=f"an answer of {self._full_name}",
@@ -72,12 +73,6 @@ class ActorFuture:
         if frame.kind is Kind.RAISED:
             Raised(*pickle.loads(frame.body)).raise_here(self._failed)
         raise self._unreadable(frame.body.decode())
-
-    def _read(self, frame: Frame) -> Any:
-        try:
-            return pickle.loads(frame.body)
-        except Exception as error:  # the objects' own pickling code can raise anything
-            raise self._unreadable(f"its result: {type(error).__name__}: {error}") from error
 
     def _failed(self, problem: str) -> ActorMethodFailed:
         return ActorMethodFailed(
@@ -190,32 +185,16 @@ def actor_variables() -> dict[str, str]:
     return {USER_KEY_VARIABLE: user_key().decode()}
 
 
-class ActorGroup:
+class ActorGroup(list[ActorHandle]):
     """Handles on actors that were created together; `name` is for messages."""
 
-    def __init__(self, actors: Iterable[ActorHandle], *, name: str) -> None:
-        self._actors = list(actors)
+    def __init__(self, *, name: str) -> None:
+        super().__init__()
         self._name = name
         self._discovered: set[str] = set()
 
-    def __iter__(self) -> Iterator[ActorHandle]:
-        return iter(self._actors)
-
-    def __len__(self) -> int:
-        return len(self._actors)
-
-    def __getitem__(self, index: int) -> ActorHandle:
-        return self._actors[index]
-
-    def add(self, actor: ActorHandle) -> None:
-        self._actors.append(actor)
-
-    @property
-    def ready_count(self) -> int:
-        return len(self.ready())
-
     def ready(self) -> list[ActorHandle]:
-        return [actor for actor in self._actors if actor.job.announced() and not actor.job.status().finished]
+        return [actor for actor in self if actor.job.announced() and not actor.job.status().finished]
 
     def discover_new(self) -> list[ActorHandle]:
         """Returns the ready actors that no earlier call of this method returned."""
@@ -223,28 +202,25 @@ class ActorGroup:
         self._discovered.update(actor.job.job_id for actor in actors)
         return actors
 
-    def statuses(self) -> list[JobStatus]:
-        return [actor.job.status() for actor in self._actors]
-
     def wait_ready(self, count: int | None = None, *, timeout: float | None = None) -> list[ActorHandle]:
         """Blocks for up to `timeout` seconds until `count` actors, all when None, accept calls; returns them."""
-        required = len(self._actors) if count is None else count
-        if required > len(self._actors):
+        required = len(self) if count is None else count
+        if required > len(self):
             raise BadInput(
-                expected=f"at most {len(self._actors)} actors, the size of group {self._name}",
+                expected=f"at most {len(self)} actors, the size of group {self._name}",
                 found=f"count={count}",
                 remedy="Wait for fewer, or create more.",
             )
         deadline = None if timeout is None else time.monotonic() + timeout
         pauses = growing_pauses()
         while len(ready := self.ready()) < required:
-            ended = [actor for actor in self._actors if actor.job.status().finished]
-            if len(self._actors) - len(ended) < required:
+            ended = [actor for actor in self if actor.job.status().finished]
+            if len(self) - len(ended) < required:
                 ended[0].wait_ready()  # raises
             if deadline is not None and time.monotonic() >= deadline:
                 raise JobTimeout(
                     expected=f"{required} actors of group {self._name} to be ready after {timeout:g} s",
-                    found=f"{len(ready)} are; jobs: {', '.join(self.statuses())}",
+                    found=f"{len(ready)} are; jobs: {', '.join(actor.job.status() for actor in self)}",
                     remedy="Wait longer, or for fewer.",
                 )
             time.sleep(next(pauses))
@@ -253,7 +229,7 @@ class ActorGroup:
     def shutdown(self) -> None:
         """Ends all actors, and returns after their jobs have ended."""
         with ThreadPoolExecutor(_ENDED_AT_ONCE) as workers:
-            for ending in [workers.submit(actor.job.terminate) for actor in self._actors]:
+            for ending in [workers.submit(actor.job.terminate) for actor in self]:
                 ending.result()
 
 
@@ -311,10 +287,10 @@ def create_actor_group(
     """Starts `count` equal, independent actors named `<name>-0`, `<name>-1` …; other arguments as in `create_actor`."""
     if count < 1:
         raise BadInput(expected="at least 1 actor", found=f"count={count}", remedy="Correct it.")
-    group = ActorGroup([], name=name)
+    group = ActorGroup(name=name)
     try:
         for index in range(count):
-            group.add(create_actor(client, actor_class, *args, name=f"{name}-{index}", **options))
+            group.append(create_actor(client, actor_class, *args, name=f"{name}-{index}", **options))
     except BaseException:
         group.shutdown()
         raise

@@ -113,7 +113,7 @@ class ShardQueue(LeasedQueue):
         """Removes a written shard; also for a worker that lost the lease meanwhile, since the file is written."""
         self._held.get(worker, {}).pop(lease.lease_id, None)
         with suppress(LeaseLost):
-            self.done(lease)
+            self.done(lease.lease_id)
             self._finished.add(written)
 
     def give_back(self, worker: str, lease: Lease, reason: str, *, hopeless: bool = False) -> None:
@@ -122,10 +122,10 @@ class ShardQueue(LeasedQueue):
         self._reasons[lease.item.number] = reason
         with suppress(LeaseLost):
             if hopeless:
-                self.done(lease)
+                self.done(lease.lease_id)
                 self._hopeless.append(lease.item.number)
             else:
-                self.release(lease)
+                self.release(lease.lease_id)
 
     def state(self) -> QueueState:
         counts = self.counts()

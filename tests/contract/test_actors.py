@@ -208,7 +208,7 @@ def test_call_that_has_not_begun_is_cancelled_and_running_calls_continue(client:
     eventually((tmp_path / "began").exists)
     waiting = [actor.add.remote(1000) for _ in range(3)]
     assert [future.cancel() for future in waiting[:2]] == [True, True]
-    assert waiting[0].is_done() and not waiting[0].cancel() and not waiting[2].is_done()
+    assert waiting[0].done() and not waiting[0].cancel() and not waiting[2].done()
     with pytest.raises(CancelledError, match=r"busy\.add"):
         waiting[0].result(ANSWER_SECONDS)
     assert not running.cancel()
@@ -297,7 +297,7 @@ def test_job_calls_actors_it_was_sent_or_looked_up_and_those_it_creates_die_with
 def test_group_becomes_ready_one_at_a_time_and_ends_together(client: Client, tmp_path: Path) -> None:
     group = create_actor_group(client, Gated, tmp_path, name="gated", count=3)
     assert [actor.name for actor in group] == ["gated-0", "gated-1", "gated-2"]
-    assert group.ready_count == 0
+    assert group.ready() == []
     with pytest.raises(JobTimeout, match="gated"):
         group.wait_ready(1, timeout=0.05)
     (tmp_path / "go").touch()
@@ -309,10 +309,10 @@ def test_group_becomes_ready_one_at_a_time_and_ends_together(client: Client, tmp
     assert {actor.name for actor in group.discover_new()} == {actor.name for actor in ready} - {first.name}
     (tmp_path / "go").touch()
     assert len(group.wait_ready(timeout=ANSWER_SECONDS)) == 3
-    assert group.statuses() == [JobStatus.RUNNING] * 3
+    assert [actor.job.status() for actor in group] == [JobStatus.RUNNING] * 3
     group.shutdown()
-    assert group.statuses() == [JobStatus.STOPPED] * 3
-    assert group.ready_count == 0
+    assert [actor.job.status() for actor in group] == [JobStatus.STOPPED] * 3
+    assert group.ready() == []
 
 
 def test_actors_that_cannot_be_made_give_callers_and_waiters_the_reason(client: Client) -> None:

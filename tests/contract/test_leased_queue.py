@@ -38,14 +38,14 @@ def test_items_of_a_killed_consumer_and_an_orphan_are_finished_by_others(client:
         time.sleep(300)
 
     def consume(queue: ActorHandle) -> None:
-        while queue.size():
+        while (counts := queue.counts()).waiting + counts.leased:
             lease = queue.pop(300.0)
             if lease is None:
                 time.sleep(0.02)
             elif lease.item == "orphan":
-                queue.release(lease)
+                queue.release(lease.lease_id)
             else:
-                queue.done(lease)
+                queue.done(lease.lease_id)
 
     queue = create_actor(client, LeasedQueue, name="items", max_deliveries=3)
     queue.push("orphan")
@@ -64,9 +64,9 @@ def test_items_of_a_killed_consumer_and_an_orphan_are_finished_by_others(client:
     assert [(letter.item, letter.deliveries) for letter in queue.dead_letters()] == [("orphan", 3)]
     queue.push("more")
     lease = queue.pop()
-    queue.done(lease)
+    queue.done(lease.lease_id)
     with pytest.raises(LeaseLost, match="offered again"):
-        queue.done(lease)
+        queue.done(lease.lease_id)
 
 
 def job(name: str, function: object, *args: object, **options: int) -> JobRequest:

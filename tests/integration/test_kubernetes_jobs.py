@@ -392,7 +392,7 @@ import sys, time
 from pathlib import Path
 from fakes.kubernetes_cluster import IMAGE
 from fakes.polling import is_alive
-from resources.backends.kubernetes.attempts import OwnedJob
+from resources.backends.kubernetes.owner import OwnedJob
 from resources.backends.kubernetes.client import KubernetesClient
 from resources.backends.kubernetes.cluster import Cluster, Resource
 from resources.backends.kubernetes.cluster import connect

@@ -10,7 +10,6 @@ import atexit
 import secrets
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +17,6 @@ from urllib.parse import quote, urlencode
 
 import cloudpickle
 
-from resources.backends.kubernetes.attempts import OwnedJob
 from resources.backends.kubernetes.cluster import Cluster, connect
 from resources.backends.kubernetes.devices import placement, require_node
 from resources.backends.kubernetes.job import KubernetesJob
@@ -33,12 +31,12 @@ from resources.backends.kubernetes.manifests import (
     secret_manifest,
 )
 from resources.backends.kubernetes.names import heartbeat_name, new_job_id
+from resources.backends.kubernetes.owner import OwnedJob
 from resources.backends.kubernetes.records import (
     BEATS_PER_LEASE,
     Record,
     all_records,
     beat,
-    create_heartbeat,
     create_record,
     prune,
     read_record,
@@ -165,7 +163,7 @@ class KubernetesClient:
                 remedy="Choose a job that `kubectl get configmaps -l assay-evals/part=record` lists.",
             )
         mine = next((job for job in self._owned if job.record.job_id == job_id), None)
-        return self._handle(stored[0], step=mine.step if mine else None)
+        return self._handle(stored[0], owned=mine)
 
     def jobs(self) -> list[JobDetails]:
         """Returns the jobs of all processes that use this namespace."""
@@ -192,7 +190,7 @@ class KubernetesClient:
 
     def shutdown(self) -> None:
         with self._lock:
-            jobs = [self._handle(job.record, step=job.step) for job in self._owned if not job.record.finished]
+            jobs = [job for job in self._owned if not job.record.finished]
         with ThreadPoolExecutor(max(1, len(jobs))) as threads:
             endings = [threads.submit(job.terminate) for job in jobs]
         self._closing.set()
@@ -216,8 +214,8 @@ class KubernetesClient:
                 remedy="choose a queue of `kubectl get localqueues`, or remove ?queue= from the backend's address",
             )
 
-    def _handle(self, record: Record, *, step: Callable[[], Record] | None = None) -> KubernetesJob:
-        return KubernetesJob(self._cluster, record, step=step, poll_seconds=self._poll_seconds)
+    def _handle(self, record: Record, *, owned: OwnedJob | None = None) -> KubernetesJob:
+        return KubernetesJob(self._cluster, record, owned=owned, poll_seconds=self._poll_seconds)
 
     def _submit_owned(self, record: Record, submission: Submission) -> KubernetesJob:
         job = OwnedJob(self._cluster, record, submission)
@@ -231,11 +229,11 @@ class KubernetesClient:
             raise
         self._owned = [*(owned for owned in self._owned if not owned.record.finished), job]
         threading.Thread(target=self._look_after, args=(job,), name=record.job_id, daemon=True).start()
-        return self._handle(record, step=job.step)
+        return self._handle(record, owned=job)
 
     def _submit_with_keeper_pod(self, record: Record, submission: Submission) -> KubernetesJob:
         files = bounded({"keeper.pickle": cloudpickle.dumps(submission)})
-        create_heartbeat(self._cluster, submission.owner.name)
+        beat(self._cluster, submission.owner.name)
         create_record(self._cluster, record)
         manifest = keeper_pod_manifest(submission)
         name = manifest["metadata"]["name"]
@@ -253,7 +251,7 @@ class KubernetesClient:
 
     def _start_beating(self) -> None:
         if self._beater is None:
-            create_heartbeat(self._cluster, self._owner.name)
+            beat(self._cluster, self._owner.name)
             with suppress(AssayError):  # pruning is not urgent
                 prune(self._cluster)
             self._closing.clear()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from resources.backends.kubernetes.attempts import TERMINATED, end_attempt
 from resources.backends.kubernetes.logs import moment_of, without_times
 from resources.backends.kubernetes.manifests import ANNOUNCER, MAIN
 from resources.backends.kubernetes.names import heartbeat_name, keeper_pod_name, logs_name, result_name, selector
+from resources.backends.kubernetes.owner import TERMINATED, OwnedJob, end_attempt
 from resources.backends.kubernetes.pods import pod_index
 from resources.backends.kubernetes.records import Record, as_seen, is_silent, read_record, request_stop, write_record
 from resources.errors import JobTimeout
@@ -34,7 +34,7 @@ class KubernetesJob:
     """Handle on a job in a cluster, submitted by this process or attached to.
 
     Args:
-        step: advances the job if this process is its owner; otherwise None.
+        owned: the job if this process is its owner; otherwise None.
         poll_seconds: longest pause between two polls of a waiting method.
     """
 
@@ -43,12 +43,12 @@ class KubernetesJob:
         cluster: Cluster,
         record: Record,
         *,
-        step: Callable[[], Record] | None = None,
+        owned: OwnedJob | None = None,
         poll_seconds: float = 2.0,
     ) -> None:
         self._cluster = cluster
         self._record = record
-        self._step = step
+        self._owned = owned
         self._poll_seconds = poll_seconds
 
     @property
@@ -90,13 +90,13 @@ class KubernetesJob:
         if replica is not None:
             check_replica(replica, record.replicas)
         replicas = range(record.replicas) if replica is None else [replica]
-        parts = [(index, vm, index * record.vms + vm) for index in replicas for vm in range(record.vms)]
-        if len(parts) == 1:
-            return _log_of(self._cluster, record, pod=parts[0][2], max_lines=max_lines)
         sections: list[str] = []
-        for index, vm, pod in parts:
+        for index, vm in product(replicas, range(record.vms)):
             place = f"replica {index}" + (f" worker {vm}" if record.vms > 1 else "")
-            sections.append(f"==> {place} <==\n{_log_of(self._cluster, record, pod=pod, max_lines=max_lines)}")
+            text = _log_of(self._cluster, record, pod=index * record.vms + vm, max_lines=max_lines)
+            if len(replicas) * record.vms == 1:
+                return text
+            sections.append(f"==> {place} <==\n{text}")
         return "\n".join(sections)
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
@@ -122,12 +122,15 @@ class KubernetesJob:
         record = self._read()
         if record.finished:
             return
+        if self._owned is not None:
+            self._owned.terminate()
+            return
         request_stop(self._cluster, self.job_id)
         deadline = time.monotonic() + record.grace_seconds + _TERMINATE_MARGIN_SECONDS
-        while not (record := self._read() if self._step is None else self._step()).finished:
+        while not (record := self._read()).finished:
             heartbeat = self._cluster.get("configmaps", heartbeat_name(record.owner))
             silent = is_silent(heartbeat, lease_seconds=record.lease_seconds)
-            if self._step is None and (silent or (record.outlives_parent and not self._keeper_pod_runs())):
+            if silent or (record.outlives_parent and not self._keeper_pod_runs()):
                 self._end_for_owner(record)
                 return
             if time.monotonic() > deadline:
@@ -161,13 +164,15 @@ class KubernetesJob:
         write_record(self._cluster, ended)
 
     def _read(self) -> Record:
-        if (stored := read_record(self._cluster, self.job_id)) is not None:
+        if self._owned is not None:
+            self._record = self._owned.record
+        elif (stored := read_record(self._cluster, self.job_id)) is not None:
             self._record = stored[0]
         return self._record
 
     def _now(self) -> Record:
         record = self._read()
-        if self._step is not None or record.finished:
+        if self._owned is not None or record.finished:
             return record
         heartbeat = self._cluster.get("configmaps", heartbeat_name(record.owner))
         if record.outlives_parent and is_silent(heartbeat, lease_seconds=record.lease_seconds):

@@ -1,7 +1,7 @@
 """Manifests of a job's objects in a cluster, as pure functions of the request.
 
 An attempt is an Indexed `batch/v1` Job, or for several multi-VM slices a JobSet of such Jobs. Neither restarts pods by
-itself (`backoffLimitPerIndex: 0`, `maxRestarts: 0`), so that `attempts.py` can classify and count each ending.
+itself (`backoffLimitPerIndex: 0`, `maxRestarts: 0`), so that `owner.py` can classify and count each ending.
 Variables, callable and programs travel in a Secret that the Job or JobSet owns. The record of the job and its owner's
 heartbeat are ConfigMaps without secrets.
 """
@@ -254,7 +254,7 @@ def keeper_pod_manifest(job: Submission) -> dict[str, Any]:
     container = {
         "name": "keeper",
         "image": job.image,
-        "command": [job.python, "-m", "resources.backends.kubernetes.keeper_pod", f"{_JOB}/keeper.pickle"],
+        "command": [job.python, "-m", "resources.backends.kubernetes.owner", f"{_JOB}/keeper.pickle"],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
         "securityContext": _UNPRIVILEGED,
         "volumeMounts": [{"name": "job", "mountPath": _JOB, "readOnly": True}],

@@ -98,15 +98,12 @@ def record_in(config_map: Mapping[str, Any]) -> Record:
     return Record(**{**values, "status": JobStatus(values["status"])})
 
 
-def create_heartbeat(cluster: Cluster, owner: str) -> None:
-    """Writes the first heartbeat of an owner."""
-    tags = {**MANAGED_BY, PART_LABEL: "heartbeat"}
-    cluster.create("configmaps", config_map_manifest(heartbeat_name(owner), tags, _beat()))
-
-
 def beat(cluster: Cluster, owner: str) -> None:
-    """Updates the heartbeat of an owner."""
-    cluster.patch("configmaps", heartbeat_name(owner), {"data": _beat()})
+    """Writes the heartbeat of an owner."""
+    now = {"beat": f"{time.time():.6f}"}
+    if cluster.patch("configmaps", heartbeat_name(owner), {"data": now}) is None:
+        tags = {**MANAGED_BY, PART_LABEL: "heartbeat"}
+        cluster.create("configmaps", config_map_manifest(heartbeat_name(owner), tags, now))
 
 
 def is_silent(heartbeat: Mapping[str, Any] | None, *, lease_seconds: float) -> bool:
@@ -148,10 +145,6 @@ def _heartbeats(cluster: Cluster) -> dict[str, dict[str, Any]]:
     return {
         configmap["metadata"]["name"]: configmap for configmap in cluster.list("configmaps", selector(part="heartbeat"))
     }
-
-
-def _beat() -> dict[str, str]:
-    return {"beat": f"{time.time():.6f}"}
 
 
 def _text(record: Record) -> str:

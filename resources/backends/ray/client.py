@@ -18,7 +18,7 @@ from resources.backends.processes import existing_folder, import_folders, worksp
 from resources.backends.ray.connection import ControllerGone, RayConnection
 from resources.backends.ray.orders import JobOrder, SentFolder
 from resources.config import ResourceConfig
-from resources.errors import BadInput, JobTimeout
+from resources.errors import BadInput
 from resources.jobs.calls import pickled
 from resources.jobs.jobs import Call, JobDetails, JobRequest, JobStatus, create_environment
 from resources.jobs.logs import LogPart
@@ -27,7 +27,6 @@ from resources.jobs.results import raised_by, result_of
 from resources.jobs.waiting import wait_until_finished, while_running
 
 _END_SECONDS = 60.0
-_LONG_POLL_SECONDS = 20.0
 
 
 class RayJob:
@@ -59,22 +58,9 @@ class RayJob:
         return self.details().status
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        begun = time.monotonic()
-        while not self._known.status.finished:
-            left = _LONG_POLL_SECONDS if timeout is None else timeout - (time.monotonic() - begun)
-            if left <= 0:
-                break
-            try:
-                seconds = min(left, _LONG_POLL_SECONDS)
-                if not self._ask("finished", seconds=seconds).finished:
-                    continue
-            except ControllerGone:
-                pass
-            break
-        remaining = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
         return wait_until_finished(
             self,
-            remaining,
+            timeout,
             raise_on_failure=raise_on_failure,
             where=self._where,
             cause=lambda: raised_by(self, self._left),
@@ -223,14 +209,8 @@ class RayClient:
             jobs: list[str] = connection.ask(controller, "stop_client", client=self._id)
             deadline = time.monotonic() + self._grace_seconds + _END_SECONDS
             for job_id in jobs:
-                left = max(0.1, deadline - time.monotonic())
-                status: JobStatus = connection.ask(controller, "finished", job_id=job_id, seconds=left)
-                if not status.finished:
-                    raise JobTimeout(
-                        expected=f"job {job_id} to have ended {self._grace_seconds + _END_SECONDS:g} s after the end",
-                        found=f"it is {status}",
-                        remedy="Look at the node that it runs on.",
-                    )
+                job = self._handle(connection, controller, job_id, own=True)
+                job.wait(max(0.1, deadline - time.monotonic()), raise_on_failure=False)
         except ControllerGone:
             return
 

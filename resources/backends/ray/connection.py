@@ -172,12 +172,8 @@ class RayConnection:
             if self._through_client and is_loopback(_host(bootstrap_address)):
                 self._ray._private.worker.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             set_process_environment_defaults(_NOT_WITH_THE_HEAD)
-            terminate = _handler_of_sigterm()
-            try:
-                with _reported(self._ray, self._asked):
-                    self._init()
-            finally:
-                _restore_sigterm(terminate)
+            with _sigterm_kept(), _reported(self._ray, self._asked):
+                self._init()
         self._through_client = self._ray.util.client.ray.is_connected()
         if self._through_client:
             _leave_in_time(self._ray)
@@ -285,10 +281,11 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _handler_of_sigterm() -> Any:
-    return signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
-
-
-def _restore_sigterm(handler: Any) -> None:
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)

@@ -22,16 +22,27 @@ from resources.jobs.logs import PART_BYTES, LogPart, check_replica, logs_by_repl
 
 _END_MARGIN_SECONDS = 35.0  # more than a supervisor waits for a process to die of SIGKILL
 _FORCED_SECONDS = 10.0
+_MOST_LOG_BYTES = 64 << 20  # of a process
 
 
 class LogFile:
-    """A process's output over all attempts, in a file without a name on the head's disk, gone with the controller."""
+    """A process's output over all attempts, in a file without a name on the head's disk, gone with the controller.
 
-    def __init__(self) -> None:
+    When it exceeds `most_bytes`, its first half is dropped, which readers see in `LogPart.dropped_lines`.
+    """
+
+    def __init__(self, most_bytes: int = _MOST_LOG_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._dropped_bytes = 0
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 it ends with this object
 
     def add(self, output: bytes) -> None:
         self._file.write(output)
+        if (size := os.fstat(self._file.fileno()).st_size) > self._most_bytes:
+            kept = self._read(size - self._most_bytes // 2, self._most_bytes // 2).partition(b"\n")[2]
+            self._dropped_bytes += size - len(kept)
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 as above
+            self._file.write(kept)
 
     def last(self, max_lines: int) -> str:
         """Returns the last lines, at most 1 MiB."""
@@ -41,15 +52,16 @@ class LogFile:
 
     def part(self, after: str, *, whole_lines: bool) -> LogPart:
         """Returns the part after a position, the number of bytes before it; see `JobHandle.read_log`."""
-        start = int(after or 0)
-        output = self._read(start)
+        position = int(after or 0)
+        start = max(position, self._dropped_bytes)
+        output = self._read(start - self._dropped_bytes)
         end = output.rfind(b"\n") + 1
         if whole_lines and (end or len(output) < PART_BYTES):
             output = output[:end]
-        return LogPart(output, str(start + len(output)))
+        return LogPart(output, str(start + len(output)), 0 if start == position else None)
 
-    def _read(self, start: int) -> bytes:
-        return os.pread(self._file.fileno(), PART_BYTES, start)
+    def _read(self, start: int, size: int = PART_BYTES) -> bytes:
+        return os.pread(self._file.fileno(), size, start)
 
 
 class ControlledJob:
@@ -78,7 +90,6 @@ class ControlledJob:
         self._stopping = asyncio.Event()
         self._stop_reason = ""
         self._ending = asyncio.Event()  # set at the end of the current attempt
-        self._finished = asyncio.Event()
         self._started: set[tuple[int, int]] = set()
         self._expected = 0
         self._logs: dict[tuple[int, int], LogFile] = defaultdict(LogFile)
@@ -118,7 +129,7 @@ class ControlledJob:
 
     def read_log(self, after: str, replica: int) -> LogPart:
         check_replica(replica, self.order.replicas)
-        whole_lines = self.order.hosts > 1 and not self._finished.is_set()
+        whole_lines = self.order.hosts > 1 and not self.status.finished
         return part_of_hosts(
             lambda host, position: self._logs[replica, host].part(position, whole_lines=whole_lines),
             self.order.hosts,
@@ -138,24 +149,18 @@ class ControlledJob:
             self._stopping.set()
         return self.order.grace_seconds + _END_MARGIN_SECONDS + _FORCED_SECONDS
 
-    async def finished(self, seconds: float) -> JobStatus:
-        """Returns the status once the job has finished, or after that many seconds."""
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._finished.wait(), seconds)
-        return self.status
-
     async def ends_within(self, attempt: int, seconds: float) -> bool:
         """Returns True if the processes of an attempt must end, now or within that many seconds."""
-        if attempt == self._tries.attempts and not self._finished.is_set():
+        if attempt == self._tries.attempts and not self.status.finished:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), seconds)
-        return attempt != self._tries.attempts or self._ending.is_set() or self._finished.is_set()
+        return attempt != self._tries.attempts or self._ending.is_set() or self.status.finished
 
     def report(
         self, attempt: int, process: tuple[int, int], *, output: Output, announcement: str | None, started: bool
     ) -> None:
         """Receives the output and the announcement of a process (replica, host) since its last report."""
-        if attempt != self._tries.attempts or self._finished.is_set():
+        if attempt != self._tries.attempts or self.status.finished:
             return
         known = self._reported[process]
         self._logs[process].add(output.content[max(0, known - output.start) :])
@@ -182,7 +187,6 @@ class ControlledJob:
             self._sent = {}  # else finished jobs would keep the objects in Ray's memory
             if isinstance(self.order.entrypoint, bytes):
                 self.order = replace(self.order, entrypoint=b"")
-            self._finished.set()
             self._ending.set()
 
     async def _run(self) -> tuple[JobStatus, str | None]:

@@ -127,13 +127,10 @@ def free_text(nodes: Sequence[RayNode], share: Mapping[str, float]) -> str:
     amounts: list[str] = []
     for name in share:
         if not name.startswith(_GPU_TYPE_PREFIX):
-            free, total = (_scaled(name, sum(have.get(name, 0.0) for have in side)) for side in _sides(nodes))
+            free = _scaled(name, sum(node.free.get(name, 0.0) for node in nodes))
+            total = _scaled(name, sum(node.total.get(name, 0.0) for node in nodes))
             amounts.append(_amount(name, f"{free:g} of {total:g}", 2))
     return ", ".join(amounts)
-
-
-def _sides(nodes: Sequence[RayNode]) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]]]:
-    return [node.free for node in nodes], [node.total for node in nodes]
 
 
 def _amount(name: str, number: str, amount: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from resources.backends.processes import device_variables
@@ -49,18 +49,6 @@ class HostPlace:
     """Index among the replica's hosts; a replica on a multi-VM TPU slice has several."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """All resources that a job holds on the cluster."""
-
-    hosts: list[HostPlace]
-    _release: Callable[[], None] = field(repr=False)
-
-    def release(self) -> None:
-        """Releases the resources and ends the processes that still use them; may be called again."""
-        self._release()
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Bundle:
     share: Mapping[str, float]
@@ -84,7 +72,7 @@ async def place(
     """
     started = time.monotonic()
     reported: str | None = None
-    claim: _Claim | None = None
+    claim: Placement | None = None
     pause_seconds = _QUIET_SECONDS
     slices = isinstance(resources.device, TpuConfig)
     anywhere = False
@@ -103,7 +91,7 @@ async def place(
                 await asyncio.sleep(pause_seconds)
             elif await claim.granted_within(pause_seconds):
                 if claim.is_real:
-                    return claim.placement()
+                    return claim
                 claim = await claim.withdraw()
                 await asyncio.sleep(pause_seconds)
             elif not claim.lasts:
@@ -132,15 +120,15 @@ def _next_claim(
     *,
     anywhere: bool,
     shown: ResourceConfig | None,
-) -> _Claim | None:
+) -> Placement | None:
     if isinstance(resources.device, TpuConfig):
         for choice in resources.device.choices:
             if bundles := _slice_bundles(nodes, resources, choice, replicas):
                 # These hosts looked free. If not granted soon, another job was faster, and other hosts are tried.
-                return _Claim(ray, bundles, lasts=False)
+                return Placement(ray, bundles, lasts=False)
         if shown is not None:  # an autoscaler acts on requests: a claim on the slices' head resources
             head_bundles = [_head_bundle(shown, replica) for replica in range(replicas)]
-            return _Claim(ray, head_bundles, lasts=False, is_real=False)
+            return Placement(ray, head_bundles, lasts=False, is_real=False)
         return None
     allowed = allowed_nodes(nodes, resources)
     if not allowed and not resources.preemptible:
@@ -154,7 +142,7 @@ def _next_claim(
         _Bundle(share=share, selector=selector, replica=replica, host=0, env_vars=env_vars)
         for replica in range(replicas)
     ]
-    return _Claim(ray, bundles, lasts=selector == everywhere)
+    return Placement(ray, bundles, lasts=selector == everywhere)
 
 
 def _slice_bundles(
@@ -190,9 +178,13 @@ def _head_bundle(resources: ResourceConfig, replica: int) -> _Bundle:
     )
 
 
-class _Claim:
-    # A requested placement group.
-    # `lasts`: keep waiting for it. `is_real`: False if it is only a request for the autoscaler.
+class Placement:
+    """A requested placement group, with all resources of a job once it is granted.
+
+    Args:
+        lasts: keep waiting for it.
+        is_real: False if it is only a request for the autoscaler.
+    """
 
     def __init__(self, ray: Any, bundles: Sequence[_Bundle], *, lasts: bool, is_real: bool = True) -> None:
         self.lasts = lasts
@@ -214,7 +206,7 @@ class _Claim:
         try:
             await self._decided()
         finally:
-            self._release()
+            self.release()
 
     async def _decided(self) -> None:
         deadline = time.monotonic() + _DECISION_SECONDS
@@ -224,13 +216,16 @@ class _Claim:
                 return
             await asyncio.wait({self._granted}, timeout=_DECISION_LOOK_SECONDS)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Releases the resources and ends the processes that still use them; may be called again."""
         self._granted.cancel()
         self._ray.util.remove_placement_group(self._group)
 
-    def placement(self) -> Placement:
+    @property
+    def hosts(self) -> list[HostPlace]:
+        """Returns the places of all processes."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        hosts = [
+        return [
             HostPlace(
                 options={
                     "scheduling_strategy": strategy(self._group, placement_group_bundle_index=index),
@@ -245,4 +240,3 @@ class _Claim:
             )
             for index, bundle in enumerate(self._bundles)
         ]
-        return Placement(hosts, self._release)

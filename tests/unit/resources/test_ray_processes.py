@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 from fakes.polling import eventually
-from resources.backends.ray.controlled_job import ControlledJob
+from resources.backends.ray.controlled_job import ControlledJob, LogFile
 from resources.backends.ray.controller import Controller
 from resources.backends.ray.orders import JobOrder, Output, ProcessEnd, ProcessOrder, SentFolder, this_machine
 from resources.backends.ray.replica import run_process
 from resources.config import ResourceConfig
 from resources.jobs.jobs import Command, EnvironmentConfig, JobStatus
+from resources.jobs.logs import LogPart
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -135,8 +136,10 @@ async def test_order_that_reaches_the_controller_twice_creates_a_single_job(tmp_
     assert await controller.submit(order=order, adopt_existing=False) == JOB_ID
     assert await controller.submit(order=order, adopt_existing=False) == JOB_ID
     assert [details.job_id for details in await controller.jobs()] == [JOB_ID]
-    arguments = pickle.dumps({"job_id": JOB_ID, "seconds": 20})
-    assert pickle.loads(await controller.answer("finished", arguments)) is JobStatus.FAILED
+    arguments = pickle.dumps({"job_id": JOB_ID})
+    while not (details := pickle.loads(await controller.answer("details", arguments))).status.finished:
+        await asyncio.sleep(0)
+    assert details.status is JobStatus.FAILED
 
 
 async def test_job_that_has_ended_keeps_no_callable_in_memory(tmp_path: Path) -> None:
@@ -160,6 +163,18 @@ def test_output_that_is_reported_twice_is_in_the_log_once(tmp_path: Path) -> Non
     for output in (Output(b"1\n2"), Output(b"1\n2"), Output(b"\n3\n", 3)):
         job.report(0, (0, 0), output=output, announcement=None, started=True)
     assert job.read_log("", replica=0).output == b"1\n2\n3\n"
+
+
+def test_log_of_a_process_drops_its_first_half_beyond_its_bound_and_reports_that() -> None:
+    log = LogFile(most_bytes=100)
+    for number in range(30):
+        log.add(b"line %03d\n" % number)
+    part = log.part("", whole_lines=False)
+    assert part.output.splitlines() == [b"line %03d" % number for number in range(30 - part.output.count(b"\n"), 30)]
+    assert len(part.output) + 9 >= 50 and len(part.output) <= 100 and part.dropped_lines is None
+    log.add(b"last\n")
+    assert log.part(part.end, whole_lines=False) == LogPart(b"last\n", "275")
+    assert log.last(2) == "line 029\nlast"
 
 
 @pytest.mark.parametrize("taken", ["folder", "link", "written by others", "of another user"])

@@ -3,21 +3,31 @@
 Each step reads the cluster's state and takes at most a single action. All persistent state is in the record, written
 before each action, so that a restarted owner continues where the last owner stopped. Kubernetes deletes logs and
 results together with the pods, so the end of an attempt stores them in ConfigMaps.
+
+The owner is a thread of the submitting process, or this module as the program of a keeper pod, which needs an image
+with Assay and its `kubernetes` extra, and a service account with the rights of the submitting user:
+`python -m resources.backends.kubernetes.owner <file with the pickled submission>`.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import signal
+import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import cloudpickle
+
+from resources.backends.kubernetes.cluster import Cluster, connect
 from resources.backends.kubernetes.logs import stamp_of, without_times
 from resources.backends.kubernetes.manifests import (
     ANNOUNCER,
@@ -38,21 +48,19 @@ from resources.backends.kubernetes.pods import (
     states_by_index,
     without_collateral,
 )
-from resources.backends.kubernetes.records import Record, read_record, write_record
+from resources.backends.kubernetes.records import BEATS_PER_LEASE, Record, beat, read_record, write_record
 from resources.backends.programs.attempts import Attempts
 from resources.backends.programs.run_in_pod import ORPHANED
-from resources.errors import BackendUnavailable, JobTimeout
+from resources.errors import AssayError, BackendUnavailable, BadInput, JobTimeout
 from resources.jobs.jobs import JobStatus
 from resources.jobs.waiting import growing_pauses
-
-if TYPE_CHECKING:
-    from resources.backends.kubernetes.cluster import Cluster
 
 TERMINATED = "terminated"
 _KEPT_LOGS_BYTES = 900_000  # over all pods of an attempt: a ConfigMap holds 1 MiB
 _KEPT_LINES = 20_000
 _RESULT_LINES = 100  # the largest result has 87 lines, plus the last announcement
 _LAST_WORDS_SECONDS = 1.0
+_KEEPER_POLL_SECONDS = 0.5
 _NODE_SECONDS = 60.0  # a kubelet that has not ended a pod this long after its grace time is gone
 
 
@@ -80,6 +88,12 @@ class OwnedJob:
                 self._step()
             return self._record
 
+    def terminate(self) -> None:
+        """Ends the job on request, and returns when none of its pods is left."""
+        with self._lock:
+            if not self._record.finished:
+                self._stop()
+
     def begin_to_end(self) -> None:
         """Deletes the current attempt without waiting for its end; call `abandon` next."""
         with self._lock:
@@ -105,14 +119,17 @@ class OwnedJob:
     def _step(self) -> None:
         stored = read_record(self._cluster, self._record.job_id)
         if stored is None or stored[1]:
-            if self._record.attempts > self._record.counted:
-                end_attempt(self._cluster, self._record)
-            self._write(status=JobStatus.STOPPED, reason=TERMINATED, counted=self._record.attempts)
+            self._stop()
         elif self._record.attempts > self._record.counted:
             self._watch()
         elif time.monotonic() >= self._begin_at:
             self._write(attempts=self._record.attempts + 1)
             self._start()
+
+    def _stop(self) -> None:
+        if self._record.attempts > self._record.counted:
+            end_attempt(self._cluster, self._record)
+        self._write(status=JobStatus.STOPPED, reason=TERMINATED, counted=self._record.attempts)
 
     def _start(self) -> None:
         record = self._record
@@ -282,9 +299,7 @@ class _Follower:
     def __init__(self, cluster: Cluster, pod: str, index: int) -> None:
         self.index = index
         self._cluster, self._pod = cluster, pod
-        self._chunks: deque[bytes] = deque()
-        self._size = 0
-        self._lock = threading.Lock()
+        self._content = b""
         self._connected = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -292,8 +307,7 @@ class _Follower:
 
     def text(self, max_bytes: int) -> str:
         self._thread.join(_LAST_WORDS_SECONDS)
-        with self._lock:  # the thread keeps running if the pod's node is gone, and its connection stays open
-            content = b"".join(self._chunks)
+        content = self._content  # the thread keeps running if the pod's node is gone, and its connection stays open
         is_whole = len(content) <= max_bytes and content.count(b"\n") < _KEPT_LINES
         if len(content) > max_bytes:
             content = content[-max_bytes:].partition(b"\n")[2]
@@ -303,15 +317,33 @@ class _Follower:
     def _follow(self) -> None:
         try:
             for chunk in self._cluster.follow_log(self._pod, MAIN, max_lines=_KEPT_LINES, connected=self._connected):
-                with self._lock:
-                    self._chunks.append(chunk)
-                    self._size += len(chunk)
-                    while self._size - len(self._chunks[0]) > _KEPT_LOGS_BYTES:
-                        self._size -= len(self._chunks.popleft())
+                self._content = (self._content + chunk)[-_KEPT_LOGS_BYTES - 1 :]  # a byte more: the log was longer
         except BackendUnavailable as error:
-            with self._lock:
-                self._chunks.append(
-                    f"{stamp_of(datetime.now(UTC))} (the rest of this log could not be read: {error.found})\n".encode()
-                )
+            now = stamp_of(datetime.now(UTC))
+            self._content += f"{now} (the rest of this log could not be read: {error.found})\n".encode()
         finally:
             self._connected.set()
+
+
+def keep(arguments: list[str]) -> None:
+    """Reads the submission, and advances the job from its recorded state until it has finished."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise the first process of a pod ignores SIGTERM
+    submission: Submission = cloudpickle.loads(Path(arguments[0]).read_bytes())
+    owner, job_id = submission.owner, submission.job_id
+    cluster = connect("", urlsplit(owner.jobs_url).path.strip("/"))
+    stored = read_record(cluster, job_id)
+    if stored is None:
+        raise BadInput(expected="the id of a job", found=repr(job_id), remedy="Its record is gone: submit it again.")
+    job = OwnedJob(cluster, stored[0], submission)
+    beaten_at = 0.0
+    while not job.record.finished:
+        with suppress(AssayError):  # a cluster that is temporarily unavailable does not end the job
+            if time.monotonic() - beaten_at >= owner.lease_seconds / BEATS_PER_LEASE:
+                beat(cluster, owner.name)
+                beaten_at = time.monotonic()
+            job.step()
+        time.sleep(_KEEPER_POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    keep(sys.argv[1:])
