@@ -12,7 +12,7 @@ from prefect.logging.loggers import flow_run_logger
 
 from resources.backends.current import current_client
 from resources.errors import AssayError
-from tasks.policies.cleanup import end_claims, end_jobs, stop_unfinished
+from tasks.policies.actions import end_claims, end_jobs, stop_unfinished
 from tasks.policies.policy import Policy
 from tasks.prefect_server.flow_runs import end_task_runs, note_ending
 from tasks.spec.loading import load_config

@@ -20,10 +20,9 @@ from resources.storage import storage
 from tasks.checkpoints.checkpoint import LOADED_NATIVELY, Checkpoint
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
+from tasks.policies.actions import stopping_if_cancelled
 from tasks.policies.batches import served_together
-from tasks.policies.cleanup import stopping_if_cancelled
-from tasks.policies.dispatch import Dispatcher
-from tasks.policies.dispatched import FLOW, CellNames, name_of_cell, read_dispatches, with_dispatches
+from tasks.policies.dispatch import FLOW, CellNames, Dispatcher, name_of_cell, read_dispatches, with_dispatches
 from tasks.policies.gate import conclude_policy, conclude_settled, with_early
 from tasks.policies.policy import Policy, check_policy_paths, own_gate
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, reconcile

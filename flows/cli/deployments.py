@@ -25,8 +25,7 @@ from resources.regions.regions import known_regions, load_regions
 from resources.regions.work_pools import Source, choose_work_pool
 from tasks.policies.events import CompleteCheckpoint, checkpoint_of, listeners, send
 from tasks.policies.policy import Policy
-from tasks.prefect_server.accelerators import limit_accelerators
-from tasks.prefect_server.client import require_server
+from tasks.prefect_server.client import limit_accelerators, require_server
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, apply_work_pools, wanted_work_pools, work_pool_states
 from tasks.spec.loading import build_config, load_config
 

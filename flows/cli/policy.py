@@ -274,7 +274,7 @@ def _snapshot(uri: str, *, use_index: bool) -> tuple[Policy, list[RunListing], R
 
 
 def _without_scheduled(policy: Policy, listings: list[RunListing], state: Reconciliation) -> Reconciliation:
-    from tasks.policies.dispatched import read_dispatches, with_dispatches
+    from tasks.policies.dispatch import read_dispatches, with_dispatches
     from tasks.prefect_server.client import require_server
 
     try:
@@ -289,8 +289,7 @@ def _without_scheduled(policy: Policy, listings: list[RunListing], state: Reconc
 def _batches(policy: Policy, listings: list[RunListing], state: Reconciliation) -> list[Batch]:
     if policy.dispatch == "here" or not state.work:
         return []
-    from tasks.policies.dispatch import Dispatcher
-    from tasks.policies.dispatched import Dispatches
+    from tasks.policies.dispatch import Dispatcher, Dispatches
     from tasks.prefect_server.client import require_server
 
     require_server()

@@ -169,7 +169,7 @@ def _server_variables() -> dict[str, str]:
 @contextmanager
 def accelerators_counted(resources: ResourceConfig) -> Iterator[None]:
     """Reserves a kept pool's share of the Prefect server's limit, and logs waits to the pool's log."""
-    from tasks.prefect_server.accelerators import accelerators_reserved  # with Prefect
+    from tasks.prefect_server.client import accelerators_reserved  # with Prefect
 
     def note(update: Update) -> None:
         if isinstance(update, Event):

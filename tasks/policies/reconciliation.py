@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED
 from tasks.checkpoints.merged_listing import past_means, past_steps
@@ -119,12 +119,10 @@ class Reconciliation:
 
     @property
     def done_count(self) -> int:
-        """Number of cells with a succeeded record of exactly this checkpoint and evaluation."""
         return sum(self.done.values())
 
     @property
     def every(self) -> list[OpenCell]:
-        """All open cells, those to do first."""
         return [*self.work, *self.others]
 
     def by_state(self) -> dict[State, list[OpenCell]]:
@@ -136,31 +134,21 @@ class Reconciliation:
 
 def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> Reconciliation:
     """Computes the remaining work at the time `now`, in seconds since the epoch. A pure function of its arguments."""
+    parts = [_reconcile_run(listing, policy, now=now) for listing in listings]
     done: Counter[tuple[str, str]] = Counter()
-    open_cells: list[OpenCell] = []
-    left_out = 0
-    for listing in listings:
-        part = _reconcile_run(listing, policy, now=now)
+    for part in parts:
         done.update(part.done)
-        open_cells += part.open
-        left_out += part.left_out
-    work = [cell for cell in open_cells if cell.state == "work"]
+    work = [cell for part in parts for cell in part.work]
     work.sort(key=lambda cell: (-cell.evaluation.priority, cell.checkpoint.step, cell.run))
-    others = [cell for cell in open_cells if cell.state != "work"]
-    return Reconciliation(done, work, others, left_out)
+    others = [cell for part in parts for cell in part.others]
+    return Reconciliation(done, work, others, sum(part.left_out for part in parts))
 
 
 _WantedOf = dict[Inputs, tuple[Sequence[WantedEvaluation], frozenset[str]]]
 """Evaluations requested of each checkpoint, and their hashes."""
 
 
-class _Part(NamedTuple):
-    done: Counter[tuple[str, str]]
-    open: list[OpenCell]
-    left_out: int
-
-
-def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> _Part:
+def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> Reconciliation:
     state = _RunState(listing, policy, now=now)
     complete = [checkpoint for checkpoint in listing.checkpoints if checkpoint.complete]
     past = past_steps(listing.records, listing.name, listing.checkpoints)
@@ -188,11 +176,12 @@ def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> _Part:
                 else:
                     open_cells.append(state.decided(OpenCell(listing.name, checkpoint, each)))
     for hashes, times in finished.items():
-        for hash_ in hashes:
-            done[listing.name, hash_] += times
+        done.update({(listing.name, hash_): times for hash_ in hashes})
     if listing.early is not None:
         open_cells = _early_or_whole(listing, listing.early, open_cells, wanted_of)
-    return _Part(done, open_cells, sum(checkpoint.inputs not in wanted_of for checkpoint in complete))
+    work = [cell for cell in open_cells if cell.state == "work"]
+    others = [cell for cell in open_cells if cell.state != "work"]
+    return Reconciliation(done, work, others, sum(checkpoint.inputs not in wanted_of for checkpoint in complete))
 
 
 def _early_or_whole(
@@ -224,14 +213,11 @@ def _early_or_whole(
         if not cell.early and cell.state in ON_ITS_WAY:
             hash_, step = cell.evaluation.hash, cell.checkpoint.step
             first_whole[hash_] = min(step, first_whole.get(hash_, step))
-    return [
-        replace(cell, state="held", reason=f"step {first_whole[cell.evaluation.hash]} is evaluated whole first")
-        if cell.early
-        and cell.state == "work"
-        and first_whole.get(cell.evaluation.hash, cell.checkpoint.step) < cell.checkpoint.step
-        else cell
-        for cell in decided
-    ]
+    for place, cell in enumerate(decided):
+        step = first_whole.get(cell.evaluation.hash, cell.checkpoint.step)
+        if cell.early and cell.state == "work" and step < cell.checkpoint.step:
+            decided[place] = replace(cell, state="held", reason=f"step {step} is evaluated whole first")
+    return decided
 
 
 def _wanted_of_each(listing: RunListing, *, final_step: int | None) -> _WantedOf:
@@ -255,19 +241,16 @@ class _RunState:
     def __init__(self, listing: RunListing, policy: Policy, *, now: float) -> None:
         self._listing, self._policy, self._now = listing, policy, now
         self._failures: dict[tuple[str, str], list[IndexedRecord]] = defaultdict(list)
-        for record in listing.records.others:
-            created = self._known_time(record.created)
-            known = record if created == record.created else record._replace(created=created)
-            self._failures[record.checkpoint, record.evaluation_hash].append(known)
         self._digests: dict[tuple[str, str | None], set[str]] = defaultdict(set)
+        for record in listing.records.others:
+            known = record._replace(created=self._known_time(record.created))
+            self._failures[record.checkpoint, record.evaluation_hash].append(known)
+            self._digests[record.checkpoint, record.listing].add(record.digest)
         for name, recorded in listing.records.done.items():
             for state in recorded if len(recorded) > 1 or listing.records.others else ():
                 self._digests[name, state.listing].add(state.digest)
-        for record in listing.records.others:
-            self._digests[record.checkpoint, record.listing].add(record.digest)
-        self._claims = {
-            (claim.claim.subject.checkpoint, claim.claim.subject.evaluation_hash): claim for claim in listing.claims
-        }
+        subjects = ((claim.claim.subject, claim) for claim in listing.claims)
+        self._claims = {(subject.checkpoint, subject.evaluation_hash): claim for subject, claim in subjects}
         self._has_overrides = bool(listing.overrides.by_cell or listing.overrides.by_policy)
         self._past = past_means(listing.records.done, listing.checkpoints)
         names = Counter(checkpoint.name for checkpoint in listing.checkpoints)
@@ -320,21 +303,16 @@ class _RunState:
         return self._after_failures(cell, claim, since=override.at if override is not None else 0.0)
 
     def _after_failures(self, cell: OpenCell, claim: SeenClaim | None, *, since: float) -> OpenCell:
-        failed = [
-            record
-            for hash_ in (cell.evaluation.hash, cell.evaluation.native_hash)
-            if self._failures and hash_
-            for record in self._failures.get((cell.checkpoint.name, hash_), ())
-            if self._is_of(cell.checkpoint, record)
-        ]
+        hashes = filter(None, (cell.evaluation.hash, cell.evaluation.native_hash) if self._failures else ())
+        of_cell = [record for hash_ in hashes for record in self._failures.get((cell.checkpoint.name, hash_), ())]
+        failed = [record for record in of_cell if self._is_of(cell.checkpoint, record)]
         last = max(failed, key=lambda record: record.created, default=None)
         if last is not None and last.created <= since:
             last = None
         if last is not None and last.status in ("failed", "withheld"):
             return replace(cell, state="failed", reason=last.reason)
         at = self._known_time(claim.claim.at) if claim is not None else 0.0
-        dead = claim is not None and claim.died(self._now) and at > since
-        deaths = claim.claim.deaths + 1 if claim is not None and dead else 0
+        deaths = claim.claim.deaths + 1 if claim is not None and claim.died(self._now) and at > since else 0
         failures = deaths + (last.infra_failures if last is not None else 0)
         if failures == 0:
             return cell

@@ -33,7 +33,7 @@ from tasks.evaluators.native import (
     read_outcome,
     with_benchmarks_there,
 )
-from tasks.prefect_server.accelerators import accelerators_reserved
+from tasks.prefect_server.client import accelerators_reserved
 from tasks.prefect_server.progress import report_event
 
 MOST_IN_A_JOB = 8

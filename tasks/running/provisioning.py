@@ -28,7 +28,7 @@ from resources.regions.region_check import check_reads
 from resources.settings import settings
 from tasks.errors import SinkFailed
 from tasks.evaluators.evaluator import evaluator_of
-from tasks.prefect_server.accelerators import accelerators_reserved
+from tasks.prefect_server.client import accelerators_reserved
 from tasks.prefect_server.progress import report_event
 from tasks.running.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
 from tasks.running.warm import runs_here, warm_programs

@@ -73,12 +73,11 @@ from pools.settings import POOL_KEY_VARIABLE
 from resources.actors.actors import create_actor
 from resources.backends.local.client import LocalClient
 from resources.settings import settings
-from tasks.generation.asking import Asker, Origin, client_of
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output
 from tasks.generation.prompts import Plan, plan_prompts, rows_of
 from tasks.generation.queue import ShardQueue
-from tasks.generation.worker import WorkOrder, run_worker
+from tasks.generation.worker import Asker, Origin, WorkOrder, client_of, run_worker
 
 WORK = BENCH / "generate"
 SIDES = ("direct", "asker", "ours")

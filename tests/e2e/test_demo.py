@@ -36,11 +36,11 @@ from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import ModelUnusable, SwapRefused
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.generation.asking import Origin
 from tasks.generation.config import GenerationConfig
+from tasks.generation.generate import Supervision, supervise
 from tasks.generation.output import Output, decoded
 from tasks.generation.prompts import plan_prompts
-from tasks.generation.supervision import Supervision, supervise
+from tasks.generation.worker import Origin
 from tasks.records.record import Record, read_records
 from tasks.running import native_jobs
 from tasks.spec.evaluation import EvaluationConfig

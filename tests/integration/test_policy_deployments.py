@@ -37,7 +37,7 @@ from resources.jobs.jobs import JobStatus
 from tasks.policies.actions import retry
 from tasks.policies.reconciliation import Reconciliation, reconcile
 from tasks.policies.snapshot import take_snapshot
-from tasks.prefect_server.accelerators import ACCELERATOR_LIMIT, accelerators_reserved, limit_accelerators
+from tasks.prefect_server.client import ACCELERATOR_LIMIT, accelerators_reserved, limit_accelerators
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL
 from tasks.spec.training import TrainLmOnPodConfig
 from tasks.training.job import training

@@ -23,11 +23,11 @@ from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import WrongRegion
 from resources.regions.region_check import check_reads
 from resources.settings import settings
-from tasks.generation.asking import Origin
 from tasks.generation.config import GenerationConfig
 from tasks.generation.generate import PlannedGeneration, Target, pool_of
 from tasks.generation.output import Output
 from tasks.generation.prompts import plan_prompts
+from tasks.generation.worker import Origin
 from tasks.running.provisioning import provisioned
 from tasks.spec.evaluation import EvaluationConfig
 

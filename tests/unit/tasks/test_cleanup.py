@@ -13,7 +13,7 @@ from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.jobs.jobs import Command, JobHandle, JobRequest, create_environment
 from tasks.errors import ClaimLost
-from tasks.policies.cleanup import end_claims, end_jobs
+from tasks.policies.actions import end_claims, end_jobs
 from tasks.running.claims.files import Subject, claims_folder
 from tasks.running.claims.leases import Claims
 from tasks.spec.names import job_label

@@ -15,7 +15,7 @@ from resources.regions.work_pools import Source, WorkPoolState
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.policies.batches import batches_of, placed
-from tasks.policies.dispatched import MOVED, Dispatch, Dispatches, name_of_cell, with_dispatches
+from tasks.policies.dispatch import MOVED, Dispatch, Dispatches, name_of_cell, with_dispatches
 from tasks.policies.overrides import Override, Overrides
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing

@@ -12,10 +12,10 @@ import pytest
 from fakes.engine import FakeEngine, Faults
 from pools.endpoint import RunningModel
 from resources.errors import EndpointUnusable
-from tasks.generation.asking import Asker, Origin, client_of
 from tasks.generation.config import PromptsConfig, SamplingConfig
 from tasks.generation.output import AnswerRow
 from tasks.generation.queue import ShardProgress
+from tasks.generation.worker import Asker, Origin, client_of
 
 ORIGIN = Origin("m", "digest", "warm", "hash")
 ROWS = [{"prompt": f"Question {number}?", "name": f"q{number}"} for number in range(5)]

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tasks.generation.config import GenerationConfig
-from tasks.generation.output import AnswerRow, Format, Output
+from tasks.generation.output import SHOWN_PROMPTS, AnswerRow, Format, Output, WrittenBy, write_samples_page
 from tasks.generation.prompts import plan_prompts
-from tasks.generation.samples import SHOWN_PROMPTS, WrittenBy, write_samples_page
 
 HOSTILE = (
     "<script>alert(1)</script>",

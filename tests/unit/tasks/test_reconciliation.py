@@ -36,7 +36,7 @@ from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
 from tasks.errors import OverBudget
-from tasks.policies.cleanup import stop_unfinished
+from tasks.policies.actions import stop_unfinished
 from tasks.policies.gate import judged_of
 from tasks.policies.overrides import Override, Overrides, write_override
 from tasks.policies.policy import Policy, WantedEvaluation

@@ -16,8 +16,18 @@ from resources.config import Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed
 from resources.jobs.jobs import Call, JobDetails, JobRequest, JobStatus
 from tasks.spec.training import TrainAndEvaluateConfig, TrainLmOnPodConfig
-from tasks.training.job import finished, is_trained, plan_training, run_levanter_train_lm, training, training_job
-from tasks.training.layout import accelerator_defaults, run_id_of, training_of, variables_of
+from tasks.training.job import (
+    accelerator_defaults,
+    finished,
+    is_trained,
+    plan_training,
+    run_id_of,
+    run_levanter_train_lm,
+    training,
+    training_job,
+    training_of,
+    variables_of,
+)
 
 ON_TPU = ResourceConfig.with_tpu("v5litepod-16", slice_count=2)
 
