@@ -35,20 +35,12 @@ _ARCHIVE = "checkpoints"  # folder of native checkpoints in training scripts, ne
 
 
 def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: str | None = None) -> list[Checkpoint]:
-    """Returns every checkpoint at or below a path, complete or not, by step and then by modification time.
-
-    `<path>` and `<path>/hf` mean the same run; a link is resolved first. Lists the store once and reads each folder's
-    headers.
-
-    Args:
-        path: a checkpoint, a run, or the name of a merged checkpoint of inputs in Hugging Face layout.
-        kinds: layouts that can be evaluated; others are incomplete. An export hides the native checkpoint of its step.
-        reference: folder with config and tokenizer for native checkpoints; when None, an export next to them.
-
-    Raises:
-        BadInput: the path does not exist, or is a file.
-        CheckpointError: the inputs of a merged checkpoint do not match.
-    """
+    """Returns every checkpoint at or below a path, complete or not, by step and then by modification time. `<path>` and
+    `<path>/hf` mean the same run; a link is resolved first. Lists the store once and reads each folder's headers.
+    `path`: a checkpoint, a run, or the name of a merged checkpoint of inputs in Hugging Face layout. `kinds`: layouts
+    that can be evaluated; others are incomplete. An export hides the native checkpoint of its step. `reference`: folder
+    with config and tokenizer for native checkpoints; when None, an export next to them. Raises BadInput if the path
+    does not exist or is a file, CheckpointError if the inputs of a merged checkpoint do not match."""
     if (merge := merge_of(path)) is not None:
         return [merged_checkpoint(merge, find_checkpoints)]
     path = storage.behind_link(path)  # the link may point elsewhere by the time an engine starts
@@ -117,12 +109,8 @@ def not_exported(
     layouts: Layouts, candidates: Sequence[str], complete: Collection[int], *, reference: str | None
 ) -> Iterator[tuple[Checkpoint, Sequence[FileInfo]]]:
     """Yields native checkpoints and training states with their files, if their step has no complete export.
-
-    Args:
-        candidates: folders of exports; a training state around an export is not reported.
-        complete: steps with a complete export.
-        reference: as in `find_checkpoints`.
-    """
+    `candidates`: folders of exports; a training state around an export is not reported. `complete`: steps with a
+    complete export. `reference`: as in `find_checkpoints`."""
     exports = Exports()
     natives = []
     for folder, held in layouts.native.items():

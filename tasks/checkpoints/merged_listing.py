@@ -72,11 +72,9 @@ def past_means(
     recorded: Mapping[str, Sequence[Evaluated]], listed: Sequence[SeenCheckpoint]
 ) -> dict[tuple[int, int], list[frozenset[str]]]:
     """Returns the evaluation hashes of recorded means that lost an input since, by last step and number of inputs.
-
     After old checkpoints are deleted, "the last N" covers other checkpoints; the recorded mean is kept instead of a
     mean over those. Of unevenly spaced steps, only the first and the last are known. `recorded` has the states of each
-    checkpoint with a succeeded record, by its name.
-    """
+    checkpoint with a succeeded record, by its name."""
     if not any(checkpoint.merged for checkpoint in listed):
         return {}
     steps = {checkpoint.step for checkpoint in listed if not checkpoint.merged}

@@ -103,11 +103,8 @@ def listing_of_inputs(uri: str, listings: Iterable[str]) -> str:
 
 def expand_runs(patterns: Sequence[str]) -> list[str]:
     """Returns the folders that match paths and patterns such as `gs://bucket/runs/llama-*`, each once, in order. MLflow
-    URIs are resolved to the location of their artifacts.
-
-    Raises:
-        BadInput: a pattern matches nothing, or two runs have the same name.
-    """
+    URIs are resolved to the location of their artifacts. Raises BadInput if a pattern matches nothing, or if two runs
+    have the same name."""
     uris: dict[str, None] = {}
     for pattern in patterns:
         place = real_location(pattern) if in_mlflow(pattern) else pattern
@@ -140,13 +137,8 @@ def snapshot_run(
     uri: str, *, reference: str | None = None, evaluated: Callable[[str, str], bool] = lambda name, listing: False
 ) -> list[SeenCheckpoint]:
     """Returns every checkpoint of a run, by step; empty before the first is written. Native checkpoints are left out if
-    their step has a complete export.
-
-    Args:
-        uri: the run.
-        reference: as in `find_checkpoints`.
-        evaluated: returns True if the checkpoint of that name was evaluated with that listing, and so was complete.
-    """
+    their step has a complete export. `uri`: the run. `reference`: as in `find_checkpoints`. `evaluated`: returns True
+    if the checkpoint of that name was evaluated with that listing, and so was complete."""
     remembered = _read_memory(uri, "checkpoints")
     rows = remembered.get("checkpoints", ())
     tree = list_tree(uri, between=_marks(rows))

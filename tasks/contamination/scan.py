@@ -89,12 +89,8 @@ def scan(
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Flags:
     """Searches training texts for questions, and writes the findings next to the records, as flags called `name`.
-
-    Args:
-        not_read: parts of the training data that cannot be searched, for the report.
-        processes: number of parallel readers; the number of cores by default.
-        on_progress: called after each part.
-    """
+    `not_read`: parts of the training data that cannot be searched, for the report. `processes`: number of parallel
+    readers; the number of cores by default. `on_progress`: called after each part."""
     settings.check()
     index = QuestionIndex(questions, n=settings.n, shortest=settings.shortest)
     parts = parts_of(sources)

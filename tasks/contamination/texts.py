@@ -76,13 +76,9 @@ class Reading:
 
 
 def training_texts(uri: str) -> tuple[list[TextSource], list[str]]:
-    """Returns the training texts, and the components without files, each with the reason.
-
-    Components of weight 0 are only validated on, and left out.
-
-    Args:
-        uri: YAML with a TrainAndEvaluateConfig, a TrainLmOnPodConfig or Levanter's own configuration.
-    """
+    """Returns the training texts, and the components without files, each with the reason. Components of weight 0 are
+    only validated on, and left out. `uri`: YAML with a TrainAndEvaluateConfig, a TrainLmOnPodConfig or Levanter's own
+    configuration."""
     content, _ = read_mapping(uri, kind="a file with a training's configuration")
     for name in _SECTIONS:
         within = content.get(name, content)

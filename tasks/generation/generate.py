@@ -122,11 +122,7 @@ def _target(config: GenerationConfig, plan: Plan, name: str, checkpoint: Checkpo
 
 @contextmanager
 def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, lost: bool) -> Iterator[PoolSession]:
-    """Yields a session with the pool of the checkpoints; after it was `lost`, waits up to 120 s for a kept pool.
-
-    Raises:
-        EnvironmentBuildFailed, ProxyFailed: the pool does not start.
-    """
+    """Yields a session with the pool of the checkpoints; after it was `lost`, waits up to 120 s for a kept pool."""
     config = planned.config
     servables = [Servable.from_folder(target.name, target.folder, target.digests) for target in targets]
     if config.pool_name is not None:
@@ -145,11 +141,7 @@ def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, lost: bool
 
 @task(task_run_name="answers of {target.name}", cache_policy=NO_CACHE, persist_result=False)
 def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSession) -> None:
-    """Generates the missing shards of a checkpoint.
-
-    Raises:
-        JobFailed, ProxyFailed, EngineDied, EngineStartFailed, ModelUnusable: it cannot go on.
-    """
+    """Generates the missing shards of a checkpoint."""
     began, cell, cells = time.monotonic(), planned.targets.index(target) + 1, len(planned.targets)
     report_event(f"loading {target.name}")
     running, _ = session.load(target.name)
@@ -238,11 +230,7 @@ class Supervision:
 
 
 def supervise(supervision: Supervision, running: RunningModel) -> None:
-    """Returns when all shards are written.
-
-    Raises:
-        EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed: the pool will not answer any more.
-    """
+    """Returns when all shards are written. Raises if the pool will not answer any more."""
     queues = Restarts(_DEATHS_IN_TEN_MINUTES)
     while True:  # the written files are checked again after each queue, whose state is no proof
         written = set(supervision.output.written())

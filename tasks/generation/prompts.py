@@ -141,7 +141,6 @@ def _check_first(config: PromptsConfig, shard: Shard) -> None:
 
 
 def _sources_of(files: Iterable[str]) -> list[Source]:
-    """Returns the files of paths, patterns and folders without duplicates, in the given order and then by name."""
     sources = [source for file in files for source in _sources(file)]
     return list(dict.fromkeys(sources))
 
@@ -185,14 +184,12 @@ def _nothing(place: str, problem: str, remedy: str = "check the path, and what t
 
 
 def _unreadable(source: Source, place: str, problem: str) -> BadInput:
-    """Returns the error for a source that cannot be read at a place, such as `line 7`."""
     return BadInput(
         expected=f"rows of a table in {source.uri}", found=f"{place}: {problem}", remedy="correct or remove it"
     )
 
 
 def _parsed_line(source: Source, line: bytes, number: int, *, unit: str = "line") -> Row:
-    """Parses a line of JSON as an object; `number` counts from 1 and is for the error message only."""
     try:
         row = orjson.loads(line)
     except ValueError as error:
@@ -204,7 +201,6 @@ def _parsed_line(source: Source, line: bytes, number: int, *, unit: str = "line"
 
 @contextmanager
 def _opened_lines(source: Source) -> Iterator[BinaryIO]:
-    """Yields the decompressed lines of a source."""
     with storage.opened(source.uri) as file:
         raw = gzip.GzipFile(fileobj=file) if source.compressed else file
         try:
@@ -253,7 +249,6 @@ def _arrow(file: BinaryIO) -> Iterator[pa.RecordBatch]:
 
 
 def _table_rows(source: Source) -> int:
-    """Returns the number of rows of a table."""
     with storage.opened(source.uri) as file:
         try:
             if source.kind == "parquet":

@@ -237,11 +237,8 @@ class _InTurn(httpx2.AsyncBaseTransport):
 
 
 class Asker:
-    """Sends prompts to a checkpoint; `in_flight` bounds its concurrent requests over all shards.
-
-    Args:
-        client: of the pool, with a base URL without `/v1`: each shard is a separate cell of the pool.
-    """
+    """Sends prompts to a checkpoint; `in_flight` bounds its concurrent requests over all shards. `client`: of the pool,
+    with a base URL without `/v1`: each shard is a separate cell of the pool."""
 
     def __init__(
         self,

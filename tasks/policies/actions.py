@@ -60,12 +60,9 @@ def chosen(reconciliation: Reconciliation, patterns: Sequence[str]) -> list[Open
 def retry(
     policy: Policy, reconciliation: Reconciliation, *, cells: Sequence[OpenCell] | None, failed: bool
 ) -> list[OpenCell]:
-    """Permits another try of cells, by writing overrides; records stay. Returns the cells.
-
-    Args:
-        cells: all cells that failed, were cancelled or exhausted their retries when None.
-        failed: with `cells=None`, leave out cancelled cells.
-    """
+    """Permits another try of cells, by writing overrides; records stay. Returns the cells. `cells`: all cells that
+    failed, were cancelled or exhausted their retries when None. `failed`: with `cells=None`, leave out cancelled
+    cells."""
     states = _FAILED if failed else (*_FAILED, "stopped")
     meant = [cell for cell in reconciliation.others if cell.state in states] if cells is None else list(cells)
     if cells is None and not failed:
@@ -79,10 +76,8 @@ def retry(
 def cancel(
     policy: Policy, listings: Sequence[RunListing], *, cells: Sequence[OpenCell] | None
 ) -> tuple[int, list[str]]:
-    """Blocks cells and ends their claims; with `cells=None` all of the policy, later cells included.
-
-    Returns the number of ended claims and, only for the whole policy, the cancelled flow runs.
-    """
+    """Blocks cells and ends their claims; with `cells=None` all of the policy, later cells included. Returns the number
+    of ended claims and, only for the whole policy, the cancelled flow runs."""
     if cells is None:
         for listing in listings:
             write_override(run_folder(policy, listing.name), "stop", None, policy=policy.name)
@@ -183,10 +178,8 @@ def end_jobs(client: Client, *, flow_run: str) -> int:
 
 @contextmanager
 def stopping_if_cancelled(policy: Policy, cells: Sequence[OpenCell]) -> Iterator[None]:
-    """Stops the cells without an outcome if the current flow run is cancelled inside the block.
-
-    If that fails, or the process is killed first, the flow run's hook stops the started cells.
-    """
+    """Stops the cells without an outcome if the current flow run is cancelled inside the block. If that fails, or the
+    process is killed first, the flow run's hook stops the started cells."""
     try:
         yield
     except BaseException as error:
@@ -199,14 +192,9 @@ def stopping_if_cancelled(policy: Policy, cells: Sequence[OpenCell]) -> Iterator
 
 def stop_unfinished(policy: Policy, cells: Sequence[OpenCell] = (), *, flow_run_id: str, name: str) -> int:
     """Stops cells that a cancelled flow run left without an outcome and no other run claimed; returns their number.
-
-    Args:
-        cells: cells that it was to evaluate, started or not.
-        flow_run_id: its claims, held or released, identify more cells, except those with a later override.
-
-    Raises:
-        AssayError: runs of the policy cannot be read, or overrides cannot be written.
-    """
+    `cells`: cells that it was to evaluate, started or not. `flow_run_id`: its claims, held or released, identify more
+    cells, except those with a later override. Raises AssayError if runs of the policy cannot be read, or overrides
+    cannot be written."""
     listings = take_snapshot(policy)
     taken = {(cell.run, *cell.key) for cell in cells}
     begun = {key for listing in listings for key in _begun(listing, policy, flow_run_id)}

@@ -21,10 +21,8 @@ MOST_CELLS_IN_A_RUN = 500
 
 @dataclass(frozen=True)
 class Batch:
-    """Cells for a single flow run, with the work pool that would start it now, or the error if there is none.
-
-    `waits` is True if a work pool would start it but is full.
-    """
+    """Cells for a single flow run, with the work pool that would start it now, or the error if there is none. `waits`
+    is True if a work pool would start it but is full."""
 
     cells: Sequence[OpenCell]
     resources: ResourceConfig
@@ -86,12 +84,9 @@ def placed(
     source_of: Callable[[Sequence[OpenCell]], Source | None],
     max_egress_usd: Decimal,
 ) -> list[Batch]:
-    """Chooses a work pool for each batch in order; each choice takes a slot of the work pool's limit.
-
-    Args:
-        source_of: returns region and size of the cells' checkpoints.
-        max_egress_usd: most that reading the checkpoints of a batch from another region may cost.
-    """
+    """Chooses a work pool for each batch in order; each choice takes a slot of the work pool's limit. `source_of`:
+    returns region and size of the cells' checkpoints. `max_egress_usd`: most that reading the checkpoints of a batch
+    from another region may cost."""
     now = dict(states)
     placements = []
     for batch in batches:

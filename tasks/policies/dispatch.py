@@ -254,12 +254,8 @@ class Dispatches:
 def with_dispatches(
     reconciliation: Reconciliation, listings: Sequence[RunListing], sent: Dispatches, policy: Policy, *, now: float
 ) -> Reconciliation:
-    """Moves work with an active flow run, or with a next try that is not due, from `work` to `others`.
-
-    Args:
-        policy: its `retries` apply to crashed flow runs, too.
-        now: seconds since the epoch.
-    """
+    """Moves work with an active flow run, or with a next try that is not due, from `work` to `others`. `policy`: its
+    `retries` apply to crashed flow runs, too. `now`: seconds since the epoch."""
     if not sent.at_work and not sent.ended:
         return reconciliation
     by_run = {listing.name: listing for listing in listings}
@@ -293,11 +289,8 @@ def _decided(cell: OpenCell, sent: Dispatches, policy: Policy, *, since: float, 
 
 
 def read_dispatches(policy: Policy) -> Dispatches:
-    """Reads a policy's flow runs at work pools from the server.
-
-    Raises:
-        PrefectUnavailable: the server does not answer.
-    """
+    """Reads a policy's flow runs at work pools from the server. Raises PrefectUnavailable if the server does not
+    answer."""
     lately = {"end_time": {"after_": datetime.now(UTC) - _REMEMBERED}}
     with prefect_client() as client:
         at_work, ended = (

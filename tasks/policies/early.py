@@ -59,12 +59,9 @@ class EarlyDecisions:
         return "an alert is open, to be evaluated whole" if checkpoint.name in self.alerted else None
 
     def whole_steps(self, steps: Iterable[int], evaluation_hash: str) -> set[int]:
-        """Returns the steps at which an evaluation always runs whole: the first and every `whole_every`-th.
-
-        Args:
-            steps: steps at which it is requested or was made; later, higher steps do not change the result.
-            evaluation_hash: its steps with an early verdict count, even if their checkpoint was deleted.
-        """
+        """Returns the steps at which an evaluation always runs whole: the first and every `whole_every`-th. `steps`:
+        steps at which it is requested or was made; later, higher steps do not change the result. `evaluation_hash`: its
+        steps with an early verdict count, even if their checkpoint was deleted."""
         decided = {key.step for key in self.words if key.evaluation_hash == evaluation_hash}
         return set(sorted({*steps, *decided})[:: self.gate.whole_every or _WHOLE_EVERY])
 

@@ -55,10 +55,8 @@ class CompleteCheckpoint:
 
 
 def resources_of(runs: Iterable[str]) -> list[str]:
-    """Returns the resource patterns of an automation for runs, or for patterns of runs.
-
-    Prefect supports only a trailing star. A match too many starts a reconciliation that finds no work.
-    """
+    """Returns the resource patterns of an automation for runs, or for patterns of runs. Prefect supports only a
+    trailing star. A match too many starts a reconciliation that finds no work."""
     patterns: dict[str, None] = {}
     for run in runs:
         location = storage.absolute(run.rstrip("/"))
@@ -111,21 +109,16 @@ def emit_verdict(verdict: Verdict, checkpoint: SeenCheckpoint, *, run: str, poli
 
 
 class WatchedRuns:
-    """The runs of a policy; reports each checkpoint once it is complete, and again after each rewrite.
-
-    In memory only. The first poll of a run reports only its newest checkpoint, since it starts a full reconciliation.
-    """
+    """The runs of a policy; reports each checkpoint once it is complete, and again after each rewrite. In memory only.
+    The first poll of a run reports only its newest checkpoint, since it starts a full reconciliation."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._reported: dict[str, dict[str, str]] = {}
 
     def find_new(self) -> list[CompleteCheckpoint]:
-        """Returns newly complete checkpoints; lists each run once.
-
-        Raises:
-            StorageError: a run cannot be listed.
-        """
+        """Returns newly complete checkpoints; lists each run once. Raises StorageError if they cannot be listed or
+        read."""
         try:
             runs = expand_runs(self._policy.runs)
         except BadInput:  # no run matches the patterns yet

@@ -69,12 +69,10 @@ def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> Non
 
 
 def conclude_settled(gate: Gate, policy: Policy, error: AssayError | None) -> None:
-    """Applies a policy's own gate to newly settled checkpoints; verdicts are stored, shown and sent as events.
-
-    A checkpoint is settled once each of its requested cells has succeeded, failed by itself, or was decided early as
-    not worse; worse cells are judged by the whole evaluation. Of concurrent runs, only the first to store a verdict
-    sends it. NO-GO is raised once, so it takes precedence over `error`, that of the preceding reconciliation.
-    """
+    """Applies a policy's own gate to newly settled checkpoints; verdicts are stored, shown and sent as events. A
+    checkpoint is settled once each of its requested cells has succeeded, failed by itself, or was decided early as not
+    worse; worse cells are judged by the whole evaluation. Of concurrent runs, only the first to store a verdict sends
+    it. NO-GO is raised once, so it takes precedence over `error`, that of the preceding reconciliation."""
     judged: list[Reason] = []
     for listing in take_snapshot(policy):
         judged += _judge_settled(gate, policy, listing)
@@ -85,10 +83,8 @@ def conclude_settled(gate: Gate, policy: Policy, error: AssayError | None) -> No
 
 
 def with_early(early: EarlyDecisions, cells: Sequence[Cell], *, evaluations: int) -> list[Cell]:
-    """Adds early decisions to cells; cells that cannot be decided early are evaluated whole, with a logged reason.
-
-    The run's `evaluations` share the gate's error equally, as others of a checkpoint may be decided in another pass.
-    """
+    """Adds early decisions to cells; cells that cannot be decided early are evaluated whole, with a logged reason. The
+    run's `evaluations` share the gate's error equally, as others of a checkpoint may be decided in another pass."""
     gate = early.gate.model_copy(update={"alpha": early.gate.alpha / evaluations})
     decided: list[Cell] = []
     for hash_ in dict.fromkeys(cell.evaluation_hash for cell in cells):
@@ -130,10 +126,8 @@ def verdict_words(gate: Gate, policy: Policy, listing: RunListing) -> dict[str, 
 
 
 def settled(gate: Gate, policy: Policy, listing: RunListing) -> list[SeenCheckpoint]:
-    """Returns the checkpoints of a run that can be judged, by step: all or only the latest, as the gate sets.
-
-    If a rule compares with earlier checkpoints of the run, all earlier cells must have finished first.
-    """
+    """Returns the checkpoints of a run that can be judged, by step: all or only the latest, as the gate sets. If a rule
+    compares with earlier checkpoints of the run, all earlier cells must have finished first."""
     states: dict[str, set[State]] = defaultdict(set)
     reconciliation = reconcile([listing], policy, now=time.time())
     for cell in reconciliation.every:

@@ -83,9 +83,7 @@ class RunListing:
 @dataclass(frozen=True, slots=True)
 class OpenCell:
     """A requested cell that is not done; `until` is when its state changes by itself, in seconds since the epoch.
-
-    `early` is True if it will be or was decided early.
-    """
+    `early` is True if it will be or was decided early."""
 
     run: str
     checkpoint: SeenCheckpoint
@@ -107,10 +105,8 @@ class OpenCell:
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """The requested cells: counts of done cells, and lists of open cells; `work` is in order of execution.
-
-    `left_out` is the number of complete checkpoints that no rule selects.
-    """
+    """The requested cells: counts of done cells, and lists of open cells; `work` is in order of execution. `left_out`
+    is the number of complete checkpoints that no rule selects."""
 
     done: Mapping[tuple[str, str], int]
     work: Sequence[OpenCell]

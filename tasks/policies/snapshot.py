@@ -90,11 +90,9 @@ def run_folder(policy: Policy, run_name: str) -> str:
 
 
 class Estimate(NamedTuple):
-    """The expected cost of a cell; see `Expectations`.
-
-    `where` is the region of a work pool, else the local device, the endpoint or the pool; `money` is in USD at local
-    prices there; `how` is measured, guess, or None if the cost is unknown.
-    """
+    """The expected cost of a cell; see `Expectations`. `where` is the region of a work pool, else the local device, the
+    endpoint or the pool; `money` is in USD at local prices there; `how` is measured, guess, or None if the cost is
+    unknown."""
 
     seconds: float | None
     chip_hours: float | None
@@ -185,10 +183,8 @@ def _resources(evaluation: WantedEvaluation) -> ResourceConfig | None:
 
 
 def policy_spent(policy: Policy, listings: Sequence[RunListing]) -> dict[str, Spent]:
-    """Returns the cost of a policy by month, in order: all records that carry its name, failed attempts included.
-
-    The month is that of the record's creation in UTC. Attempts without a record are not counted.
-    """
+    """Returns the cost of a policy by month, in order: all records that carry its name, failed attempts included. The
+    month is that of the record's creation in UTC. Attempts without a record are not counted."""
     months: dict[str, Spent] = {}
     for listing in listings:
         for month_spent in listing.records.spent:

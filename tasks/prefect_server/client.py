@@ -37,11 +37,8 @@ _SERVER_ANSWER_SECONDS = 5.0
 
 
 def server_address() -> str | None:
-    """Returns the address of the Prefect server; None for the embedded server of a single run.
-
-    Raises:
-        BadInput: it contains user information, which belongs in PREFECT_API_AUTH_STRING.
-    """
+    """Returns the address of the Prefect server; None for the embedded server of a single run. Raises BadInput for user
+    information in it, which belongs in PREFECT_API_AUTH_STRING."""
     address = PREFECT_API_URL.value()
     if address is not None and address == embedded_address():
         return None
@@ -59,11 +56,8 @@ def server_variables() -> dict[str, str]:
 
 
 def require_server() -> None:
-    """Requires a Prefect server outside of this process.
-
-    Raises:
-        BadInput: no server is configured; the embedded server of a run would lose its data.
-    """
+    """Requires a Prefect server outside of this process. Raises BadInput if none is configured: the embedded server of
+    a run would lose its data."""
     if not server_address():
         raise BadInput(
             expected="a Prefect server that stays: its address in PREFECT_API_URL, or in Prefect's profile",
@@ -88,10 +82,8 @@ def every_page(read: Callable[..., list[T]], **query: Any) -> list[T]:
 
 
 def send_events(events: Sequence[Event]) -> None:
-    """Sends events, and returns when the server has them.
-
-    Each event needs a unique id: with a duplicate id a server on SQLite loses other events.
-    """
+    """Sends events, and returns when the server has them. Each event needs a unique id: with a duplicate id a server on
+    SQLite loses other events."""
     if events:
         with prefect_client() as client:
             client.request("POST", "/events", json=[event.model_dump(mode="json") for event in events])
@@ -99,10 +91,8 @@ def send_events(events: Sequence[Event]) -> None:
 
 @contextmanager
 def end_reported() -> Iterator[None]:
-    """Makes the end of the block wait for an unreachable server, so that the final state of the flow is stored.
-
-    By then records are written, and pools and claims are closed. Interrupted runs do not wait.
-    """
+    """Makes the end of the block wait for an unreachable server, so that the final state of the flow is stored. By then
+    records are written, and pools and claims are closed. Interrupted runs do not wait."""
     try:
         yield
     except AssayError:
@@ -177,11 +167,9 @@ _LOOK_SECONDS = 1.0
 
 @contextmanager
 def accelerators_reserved(resources: ResourceConfig, *, limit_name: str = ACCELERATOR_LIMIT) -> Iterator[None]:
-    """Reserves a slot of the limit for each chip of all replicas; waits until the slots are free.
-
-    Slots of a killed process expire after two minutes. An unreachable server during the block ends nothing. Without a
-    server there is no limit.
-    """
+    """Reserves a slot of the limit for each chip of all replicas; waits until the slots are free. Slots of a killed
+    process expire after two minutes. An unreachable server during the block ends nothing. Without a server there is no
+    limit."""
     chips = resources.chip_count()
     slots = _slots(limit_name) if chips and (server_named() or embedded_address()) else None
     if slots is None:

@@ -59,11 +59,9 @@ class EmbeddedServer:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Waits until the server answers, and makes Prefect use it in this process; flows run in the block.
-
-        Flow runs send no heartbeats: no automation reads them on this server, and their thread sleeps for up to a
-        second before a run can end.
-        """
+        """Waits until the server answers, and makes Prefect use it in this process; flows run in the block. Flow runs
+        send no heartbeats: no automation reads them on this server, and their thread sleeps for up to a second before a
+        run can end."""
         deadline = time.monotonic() + _STARTS_WITHIN_SECONDS
         client = httpx.Client(trust_env=False)
         while not self._answers(client):

@@ -47,12 +47,10 @@ _ERROR_LABEL = "assay.error."
 
 
 def collapse_waiting(deployment_id: str, *, current: str) -> int:
-    """Cancels waiting runs of a deployment that events and schedules created; returns their number.
-
-    The current run does their work. Must be called before it reads any state: everything they would have read exists by
-    then. Runs started by users or planned for later are left alone. If the server cannot be reached nothing is
-    cancelled; the runs then execute in turn without work.
-    """
+    """Cancels waiting runs of a deployment that events and schedules created; returns their number. The current run
+    does their work. Must be called before it reads any state: everything they would have read exists by then. Runs
+    started by users or planned for later are left alone. If the server cannot be reached nothing is cancelled; the runs
+    then execute in turn without work."""
     ended = 0
     with suppress(PrefectUnavailable), prefect_client() as client:
         for run in every_page(client.read_flow_runs, flow_run_filter=_of_deployment(deployment_id, "SCHEDULED")):
@@ -73,11 +71,9 @@ def _waits(run: FlowRun) -> bool:
 
 
 def settle_lost(deployment_id: str) -> int:
-    """Marks the open task runs of a deployment's crashed or cancelled flow runs as crashed; returns their number.
-
-    An automation marks a flow run that died with its worker, but its task runs would be shown as running forever. Must
-    be called by the next flow run.
-    """
+    """Marks the open task runs of a deployment's crashed or cancelled flow runs as crashed; returns their number. An
+    automation marks a flow run that died with its worker, but its task runs would be shown as running forever. Must be
+    called by the next flow run."""
     lost = _end_task_runs(_of_deployment(deployment_id, "CRASHED", "CANCELLED"))
     for flow_run_id in dict.fromkeys(lost):
         note_ending(flow_run_id, "crashed")
@@ -116,10 +112,8 @@ def note_ending(flow_run_id: UUID, ending: str) -> None:
 @contextmanager
 def error_noted() -> Iterator[None]:
     """Stores an AssayError from the block as labels of the flow run, whose state has only a message, if the run belongs
-    to a deployment.
-
-    Labels are set before the flow run ends, for clients that wait for it; omitted if the server is unreachable.
-    """
+    to a deployment. Labels are set before the flow run ends, for clients that wait for it; omitted if the server is
+    unreachable."""
     try:
         yield
     except AssayError as error:
@@ -139,12 +133,9 @@ def noted_error(run: FlowRun) -> AssayError | None:
 
 @contextmanager
 def marked(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
-    """Tags the current flow run, and shows the share of finished cells in it; does nothing outside of a flow run.
-
-    Task runs get no tags: Prefect requests each tag of a task from the server before the task may start, so an
-    unreachable server would end the evaluation. An unreachable server costs only the tags and the progress, and delays
-    no cell.
-    """
+    """Tags the current flow run, and shows the share of finished cells in it; does nothing outside of a flow run. Task
+    runs get no tags: Prefect requests each tag of a task from the server before the task may start, so an unreachable
+    server would end the evaluation. An unreachable server costs only the tags and the progress, and delays no cell."""
     with marked_as(configs[0].run_name, tags=_tags_of(configs)):
         yield
 
@@ -182,15 +173,10 @@ def _tag(flow_run: FlowRun, more: Sequence[str]) -> None:
 
 
 class ProgressBar:
-    """A progress artifact: cells with an outcome, plus the shares of cells in progress.
-
-    A separate thread sends the latest state, so callers never wait for the server. Cells that were interrupted or
-    failed for infrastructure reasons have no outcome; they keep their share, since their answers are kept.
-
-    Args:
-        also: called with each update, too.
-        send: shows a share in percent and a line.
-    """
+    """A progress artifact: cells with an outcome, plus the shares of cells in progress. A separate thread sends the
+    latest state, so callers never wait for the server. Cells that were interrupted or failed for infrastructure reasons
+    have no outcome; they keep their share, since their answers are kept. `also`: called with each update, too. `send`:
+    shows a share in percent and a line."""
 
     def __init__(
         self,

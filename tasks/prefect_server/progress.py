@@ -39,10 +39,8 @@ class OfCell:
 
 @dataclass(frozen=True)
 class CellProgress(OfCell):
-    """The progress of a cell: `done` of `total` requests in the current stage.
-
-    `counts` are the pool's: answered, held, journal_hits, prompt_tokens and so on; empty if they are not counted.
-    """
+    """The progress of a cell: `done` of `total` requests in the current stage. `counts` are the pool's: answered, held,
+    journal_hits, prompt_tokens and so on; empty if they are not counted."""
 
     stage: str
     done: int

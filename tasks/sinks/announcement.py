@@ -139,12 +139,10 @@ class Announcement(BaseModel):
 
 def metric_values(record: Record) -> dict[str, float]:
     """Returns values by their names in every tracker: `benchmark/metric`, with `…_stderr`, `…_low`, `…_high` and `…_n`.
-
     Per benchmark also the number of questions with truncated prompts (`benchmark/truncated`), skipped questions
     (`…/skipped`), answers at the length limit (`…/at_limit`), and metrics without the latter
     (`benchmark/completed/metric`). Smooth scores of a benchmark's parts, such as MMLU's 57 subjects, are omitted. Known
-    costs: `cost/usd`, `cost/chip_seconds`, `cost/seconds`, each also with `predicted_`.
-    """
+    costs: `cost/usd`, `cost/chip_seconds`, `cost/seconds`, each also with `predicted_`."""
     values: dict[str, float] = {}
     for metric in (m for m in record.metrics if not m.smooth or m.benchmark in record.benchmarks):
         name = f"{metric.benchmark}/{metric.name}"

@@ -93,10 +93,8 @@ def publish_rest(
     sent: Iterable[tuple[Record, str, Sink]], alerts_of: Callable[[str], Sequence[KnownAlert]], *, senders: Senders
 ) -> Iterator[tuple[str, dict[str, SinkState]]]:
     """Sends alerts and reports that follow from records, given with their cell's folder and a sink that just got them.
-
     Alerts are sent once for each series, a report once for each run and evaluator. Yields a title of each with its
-    states. `alerts_of` returns the alerts in a run's folder.
-    """
+    states. `alerts_of` returns the alerts in a run's folder."""
     series: dict[tuple[str, str], tuple[Record, str, Sink]] = {}
     runs: dict[tuple[str, str, str], tuple[Record, str, Sink]] = {}
     for record, cell_uri, sink in sent:

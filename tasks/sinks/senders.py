@@ -57,13 +57,9 @@ class Senders:
             self._idle.pop().end()
 
     def send(self, announcement: Announcement, sink: Sink, access: Access, *, over: Callable[[], bool]) -> str | None:
-        """Sends through an idle or new process and returns the address at the sink; None if the sink ignores it.
-
-        After an error, a crash, or once `over` returns True, the process is killed with its children.
-
-        Raises:
-            AssayError: the sink does not have the announcement.
-        """
+        """Sends through an idle or new process and returns the address at the sink; None if the sink ignores it. After
+        an error, a crash, or once `over` returns True, the process is killed with its children. Raises AssayError if
+        the sink does not have the announcement."""
         process = self._take(sink, access) or _Process(sink, access)
         answer: dict[str, Any] = {}
         try:

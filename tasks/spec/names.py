@@ -27,12 +27,10 @@ def step_of(component: str) -> int | None:
 
 def name_of(uri: str) -> tuple[str, str, int]:
     """Returns run, checkpoint name and step of a path: `$RUN/hf/step-$N` is the checkpoint `$RUN-$N` of `$RUN`.
-
     `$RUN/step-$N` and an export within it, `$RUN/step-$N/hf`, are the same. A folder without a step is a run of its own
     at step 0. Names of MLflow run artifacts end in the first 8 digits of the run's id, since all are called `model`;
     `models:/llama/3` is the run `llama-v3`. A merged checkpoint has run and step of its last input, or only its run's
-    name while its steps are unresolved.
-    """
+    name while its steps are unresolved."""
     if (merge := merge_of(uri)) is not None:
         return _name_of_merge(merge)
     uri = _OF_RUN.sub(r"/\1/artifacts/", _REGISTERED.sub(r"/\1-\2", _NUMBERED.sub(r"/\1-v\2", uri)))

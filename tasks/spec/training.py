@@ -82,11 +82,8 @@ class TrainLmOnPodConfig(Config):
 
 
 def check_train_config(config: dict[str, Any]) -> None:
-    """Checks what needs no import of Levanter, which reads the rest minutes later.
-
-    Raises:
-        ValueError: it is not a configuration of `train_lm`.
-    """
+    """Checks what needs no import of Levanter, which reads the rest minutes later. Raises ValueError if it is not a
+    configuration of `train_lm`."""
     for name in config:
         if name not in _FIELDS:
             near = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.5)

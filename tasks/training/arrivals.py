@@ -31,13 +31,9 @@ _LOG_LINES = 40
 
 
 class ArrivingCheckpoints:
-    """The checkpoints of a run: each is returned once it is complete, and again if it is rewritten.
-
-    A checkpoint is read only after two listings agree about its files, so polling during a write is cheap.
-
-    Args:
-        every_n_steps: return only the first step at or past each multiple of this, and the last step.
-    """
+    """The checkpoints of a run: each is returned once it is complete, and again if it is rewritten. A checkpoint is
+    read only after two listings agree about its files, so polling during a write is cheap. `every_n_steps`: return only
+    the first step at or past each multiple of this, and the last step."""
 
     def __init__(self, uri: str, *, every_n_steps: int | None = None) -> None:
         self._uri = uri
@@ -48,14 +44,9 @@ class ArrivingCheckpoints:
         self._complete: set[int] = set()
 
     def find_new(self, *, last: bool = False) -> list[Checkpoint]:
-        """Returns the complete checkpoints that were not returned before, sorted by step.
-
-        Args:
-            last: True if the training has ended: skips the wait for two equal listings, and includes the last step.
-
-        Raises:
-            StorageError: they cannot be listed or read.
-        """
+        """Returns the complete checkpoints that were not returned before, sorted by step. `last`: True if the training
+        has ended: skips the wait for two equal listings, and includes the last step. Raises StorageError if they cannot
+        be listed or read."""
         grouped: dict[str, list[FileInfo]] = defaultdict(list)
         for file in storage.list_files(self._uri):
             grouped[storage.parent(file.uri)].append(file)
@@ -90,15 +81,10 @@ class ArrivingCheckpoints:
 
 
 class ArrivingCells:
-    """The cells that this run must evaluate, in order of arrival.
-
-    `wanted` has the cells that have arrived, `planned` all cells, including cells with a record. Cells that other runs
-    have claimed are polled again in each round; those still claimed when the training ends stay in `claimed`.
-
-    Args:
-        job: the training; None if it has ended.
-        silence_seconds: time without an answer after which the training's backend counts as lost.
-    """
+    """The cells that this run must evaluate, in order of arrival. `wanted` has the cells that have arrived, `planned`
+    all cells, including cells with a record. Cells that other runs have claimed are polled again in each round; those
+    still claimed when the training ends stay in `claimed`. `job`: the training; None if it has ended.
+    `silence_seconds`: time without an answer after which the training's backend counts as lost."""
 
     def __init__(
         self,

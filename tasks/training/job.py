@@ -184,11 +184,9 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Training:
-    """A planned training: `train_config` is Levanter's configuration with run id and paths filled in.
-
-    `trained` is the file that is written last and records `digest`; `compiled` is the folder for compiled programs,
-    None for this machine's cache.
-    """
+    """A planned training: `train_config` is Levanter's configuration with run id and paths filled in. `trained` is the
+    file that is written last and records `digest`; `compiled` is the folder for compiled programs, None for this
+    machine's cache."""
 
     run_id: str
     train_config: Mapping[str, Any]
@@ -231,8 +229,7 @@ def training_of(config: TrainLmOnPodConfig, *, process: Mapping[str, str]) -> Tr
 
 def run_id_of(config: TrainLmOnPodConfig, train_config: Mapping[str, Any], *, process: Mapping[str, str]) -> str:
     """Returns the run's id: the trainer's own, else RUN_ID of the training, else RUN_ID of this process, else the last
-    part of `output_path` if `impute_run_id_from_output_path`, else a new id.
-    """
+    part of `output_path` if `impute_run_id_from_output_path`, else a new id."""
     imputed = None
     if config.impute_run_id_from_output_path and config.output_path:
         imputed = storage.basename(storage.absolute(config.output_path))
@@ -296,13 +293,9 @@ def variables_of(
     workspace: Path,
     git_commit: str | None,
 ) -> dict[str, str]:
-    """Returns the variables of a training's job, without those of every job.
-
-    Args:
-        given: variables by the caller; they override all except RUN_ID.
-        process: variables of the submitting process.
-        workspace: folder with the accelerator defaults of Levanter's launcher.
-    """
+    """Returns the variables of a training's job, without those of every job. `given`: variables by the caller; they
+    override all except RUN_ID. `process`: variables of the submitting process. `workspace`: folder with the accelerator
+    defaults of Levanter's launcher."""
     defaults = {**_DEFAULTS, **({"GIT_COMMIT": git_commit} if git_commit else {})}
     defaults |= {name: process[name] for name in ("WANDB_MODE",) if name in process}
     variables = {**defaults, **accelerator_defaults(workspace, device), **given, "RUN_ID": training.run_id}

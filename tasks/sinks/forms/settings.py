@@ -51,11 +51,9 @@ def data_of(record: Record, benchmark: str) -> Data | None:
 
 
 def answers_of(record: Record, benchmark: str) -> dict[str, Any]:
-    """Returns the generation arguments in the record's configuration, without the benchmark's own.
-
-    Only AlpacaEval sends the model's arguments with its requests: elsewhere they are engine defaults, which harnesses
-    and benchmarks may override without a trace, like lm-eval's own max_gen_toks.
-    """
+    """Returns the generation arguments in the record's configuration, without the benchmark's own. Only AlpacaEval
+    sends the model's arguments with its requests: elsewhere they are engine defaults, which harnesses and benchmarks
+    may override without a trace, like lm-eval's own max_gen_toks."""
     evaluator = record.evaluation.get("evaluator")
     options = evaluator if isinstance(evaluator, dict) else {}
     defaults = _model(record).get("generation_params") if record.evaluator == "alpaca_eval" else None

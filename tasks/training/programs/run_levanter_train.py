@@ -25,11 +25,8 @@ EXIT_CODE = [1]  # of an exception or of `refusals_into`
 
 
 def end_without_teardown() -> None:
-    """Ends this process without the interpreter's teardown.
-
-    Teardown stops threads while they hold locks: a progress bar's close waited for the lock of logging, and a failed
-    training never ended.
-    """
+    """Ends this process without the interpreter's teardown. Teardown stops threads while they hold locks: a progress
+    bar's close waited for the lock of logging, and a failed training never ended."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_CODE[0])
