@@ -44,7 +44,7 @@ from resources.jobs.jobs import Client, Command, JobRequest, create_environment
 from resources.settings import settings
 from resources.storage import storage
 from resources.tracing import traces_endpoint
-from resources.warm.fork_server import ForkServer, WarmProgram
+from resources.warm.fork_server import WarmProgram, fork_server
 
 _ANY_NAME = {"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"}
 """An engine serves many checkpoints in turn; the proxy maps names to weights."""
@@ -264,10 +264,10 @@ class VllmLauncher:
             return
         python = self.environment.python
         variables = self._variables()
-        with ForkServer(
+        with fork_server(
             program, python=python, client=client, variables=variables, inherited=inheritance.ENGINE
         ) as server:
-            yield replace(self, server=server.warm)
+            yield replace(self, server=server)
 
     def _variables(self, part: HostPart | None = None) -> dict[str, str]:
         variables = engine_variables(

@@ -5,15 +5,12 @@ A run is an ordinary command that can be a job: it lives as long as the program,
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from resources.config import ResourceConfig
 from resources.jobs.addresses import folder_for_a_socket
@@ -30,6 +27,8 @@ class WarmProgram:
     python: Path
     program: Path
     socket: Path
+    job_id: str
+    """The server's job."""
 
     def command(self, *arguments: str) -> Command:
         """Returns a command that runs the program with these arguments; the start is cold if the server is gone."""
@@ -37,8 +36,17 @@ class WarmProgram:
         return Command(str(self.python), (*stub, *arguments))
 
 
-class ForkServer(AbstractContextManager["ForkServer"]):
-    """Keeps `program` imported by the interpreter `python`, and creates commands that run it in a fork.
+@contextmanager
+def fork_server(
+    program: Path,
+    *,
+    python: Path,
+    client: Client,
+    variables: Mapping[str, str] | None = None,
+    inherited: tuple[str, ...] | None = None,
+    preload_arguments: Sequence[str] = (),
+) -> Iterator[WarmProgram]:
+    """Keeps `program` imported by the interpreter `python` within the block; earlier runs wait until it is imported.
 
     Args:
         client: runs the server as a job that ends with this process, on the machine of the commands.
@@ -46,74 +54,23 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         inherited: names of the variables that it inherits in addition; all when None.
         preload_arguments: passed to the program's `preload`.
     """
-
-    def __init__(
-        self,
-        program: Path,
-        *,
-        python: Path,
-        client: Client,
-        variables: Mapping[str, str] | None = None,
-        inherited: tuple[str, ...] | None = None,
-        preload_arguments: Sequence[str] = (),
-    ) -> None:
-        self._program = program
-        self._python = python
-        self._client = client
-        self._variables = dict(variables or {})
-        self._inherited = inherited
-        self._preload_arguments = tuple(preload_arguments)
-        self._folder: Path | None = None
-        self._socket: Path | None = None
-        self._job: JobHandle | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def start(self) -> None:
-        """Starts the server and returns while it imports; earlier runs wait until it is ready."""
-        self._folder = folder_for_a_socket()
-        self._socket = self._folder / "socket"
-        arguments = ("-I", "-u", str(_PROGRAMS / "fork_server.py"), str(self._socket), str(self._program))
-        self._job = self._client.submit(
+    folder = folder_for_a_socket()
+    job: JobHandle | None = None
+    try:
+        arguments = ("-I", "-u", str(_PROGRAMS / "fork_server.py"), str(folder / "socket"), str(program))
+        job = client.submit(
             JobRequest(
-                f"warm-{self._program.stem}-{secrets.token_hex(4)}",
-                Command(str(self._python), (*arguments, *self._preload_arguments)),
+                f"warm-{program.stem}-{secrets.token_hex(4)}",
+                Command(str(python), (*arguments, *preload_arguments)),
                 resources=ResourceConfig(),
                 environment=create_environment(
-                    workspace=self._program.parent,
-                    python=self._python,
-                    env_vars=dict(self._variables),
-                    inherited=self._inherited,
+                    workspace=program.parent, python=python, env_vars=dict(variables or {}), inherited=inherited
                 ),
                 max_retries_preemption=_RESTARTS,
             )
         )
-
-    def command(self, *arguments: str) -> Command:
-        return self.warm.command(*arguments)
-
-    @property
-    def warm(self) -> WarmProgram:
-        """Returns the program, for processes that do not end the server."""
-        return WarmProgram(self._python, self._program, self._socket or Path(os.devnull))
-
-    def logs(self) -> str:
-        return self._job.logs() if self._job else ""
-
-    def close(self) -> None:
-        """Ends the server and all its runs; safe to call twice."""
-        if self._job is not None:
-            self._job.terminate()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        yield WarmProgram(python, program, folder / "socket", job.job_id)
+    finally:
+        if job is not None:
+            job.terminate()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,7 @@ from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, JobStatu
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from resources.tracing import span
-from resources.warm.fork_server import ForkServer
+from resources.warm.fork_server import WarmProgram, fork_server
 from tasks.errors import AnswersCutOff, CountsDisagree, HarnessFailed, HarnessInterrupted
 from tasks.evaluators.early import WantedEarly, scores_decided
 from tasks.evaluators.evaluator import Evaluator, HarnessCommand, Parsed, Progress
@@ -66,7 +66,7 @@ def run_harness(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     check_endpoint: Callable[[], None] = lambda: None,
     poll_seconds: float = 1.0,
-    server: ForkServer | None = None,
+    server: WarmProgram | None = None,
     name: str | None = None,
     early: WantedEarly | None = None,
 ) -> Parsed:
@@ -151,12 +151,12 @@ def read_output(evaluator: Evaluator, config: EvaluationConfig, output: Path, *,
 @contextmanager
 def warmed(
     evaluator: Evaluator, configs: Sequence[EvaluationConfig], *, python: Path, client: Client
-) -> Iterator[ForkServer | None]:
+) -> Iterator[WarmProgram | None]:
     """Keeps the evaluator's program imported for `run_harness` while the block lasts; does not wait for the import."""
     if not evaluator.preloads:
         yield None
         return
-    with ForkServer(
+    with fork_server(
         evaluator.program,
         python=python,
         client=client,

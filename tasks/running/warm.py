@@ -20,7 +20,7 @@ from pools.engine.launch import Launcher, VllmLauncher, environment_name
 from resources.backends.current import current_client
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, Environment, EnvironmentSpec, ensure_environment, is_built
-from resources.warm.fork_server import ForkServer
+from resources.warm.fork_server import WarmProgram
 from tasks.evaluators.evaluator import Evaluator, evaluator_of
 from tasks.evaluators.harness import warmed
 from tasks.evaluators.native import NativeProgram
@@ -33,11 +33,11 @@ class Harness:
 
     evaluator: Evaluator
     python: Path | None
-    server: ForkServer | None
+    server: WarmProgram | None
 
     @property
     def native(self) -> NativeProgram:
-        return NativeProgram(self.evaluator, self.python, self.server.warm if self.server else None)
+        return NativeProgram(self.evaluator, self.python, self.server)
 
 
 class WarmPrograms:

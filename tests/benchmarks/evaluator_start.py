@@ -50,7 +50,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ensure_environment
-from resources.warm.fork_server import ForkServer
+from resources.warm.fork_server import WarmProgram
 from tasks.evaluators.harness import run_harness, warmed
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.evaluator import EVALUATOR
@@ -124,7 +124,9 @@ def evaluation() -> EvaluationConfig:
     )
 
 
-def our_cell(engine: NotingEngine, tokenizer: Path, output: Path, *, server: ForkServer, client: LocalClient) -> Scores:
+def our_cell(
+    engine: NotingEngine, tokenizer: Path, output: Path, *, server: WarmProgram, client: LocalClient
+) -> Scores:
     """Runs a cell as a flow does on a warm runner."""
     running = RunningModel(
         base_url=f"{engine.url}/v1",
@@ -151,10 +153,10 @@ def their_command(engine: NotingEngine, tokenizer: Path, folder: Path) -> Scores
     return their_scores(folder, 0)
 
 
-def wait_until_preloaded(server: ForkServer, began: float) -> float:
-    while "preloaded in" not in server.logs():
+def wait_until_preloaded(job: JobHandle, began: float) -> float:
+    while "preloaded in" not in job.logs():
         if time.monotonic() - began > _PRELOAD_SECONDS:
-            give_up(f"the runner did not start:\n{server.logs()}")
+            give_up(f"the runner did not start:\n{job.logs()}")
         time.sleep(_POLL_SECONDS)
     return time.monotonic() - began
 
@@ -170,7 +172,7 @@ def measure(rounds: int) -> tuple[dict[str, list[Start]], float]:
     with engine_in_a_thread() as engine, warmed(evaluator, [config], python=python, client=client) as server:
         if server is None:
             give_up("there is no warm runner for this evaluator")
-        runner_seconds = wait_until_preloaded(server, began)
+        runner_seconds = wait_until_preloaded(client.attach(server.job_id), began)
         for turn, side in enumerate(interleaved(SIDES, rounds + 1)):
             folder = WORK / f"{turn}-{side}"
             if side == "ours":

@@ -16,7 +16,7 @@ from fakes.engine import FakeEngine
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ensure_environment
-from resources.warm.fork_server import ForkServer
+from resources.warm.fork_server import WarmProgram
 from tasks.evaluators.evaluator import Evaluator
 from tasks.evaluators.harness import Parsed, run_harness, warmed
 from tasks.evaluators.lm_eval.evaluator import EVALUATOR
@@ -55,7 +55,7 @@ class Harness:
 
     python: Path
     client: LocalClient
-    server: ForkServer | None = None
+    server: WarmProgram | None = None
     evaluator: Evaluator = EVALUATOR
 
     async def evaluate(self, model: RunningModel, config: EvaluationConfig, output: Path, **options: Any) -> Parsed:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from resources.jobs.jobs import Client
 from resources.settings import process_environment
-from resources.warm.fork_server import ForkServer
+from resources.warm.fork_server import WarmProgram
 from tasks.evaluators.evaluator import Evaluator
 from tasks.evaluators.harness import cache_variables, warmed
 from tasks.spec.evaluation import EvaluationConfig
@@ -24,12 +24,12 @@ class KeptServers:
     """
 
     def __init__(self) -> None:
-        self._servers: dict[object, tuple[ForkServer | None, ExitStack]] = {}
+        self._servers: dict[object, tuple[WarmProgram | None, ExitStack]] = {}
 
     @contextmanager
     def warmed(
         self, evaluator: Evaluator, configs: Sequence[EvaluationConfig], *, python: Path, client: Client
-    ) -> Iterator[ForkServer | None]:
+    ) -> Iterator[WarmProgram | None]:
         arguments = frozenset(argument for config in configs for argument in evaluator.preload_arguments(config))
         present = {**process_environment(), **cache_variables(), **evaluator.import_variables}.items()
         read = frozenset(item for item in present if not item[0].startswith(_NOT_READ_BY_HARNESSES))

@@ -23,7 +23,7 @@ from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput
 from resources.settings import process_environment
-from resources.warm.fork_server import ForkServer
+from resources.warm.fork_server import WarmProgram
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover_checkpoint
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import read_output, verify_counts, warmed
@@ -165,7 +165,7 @@ def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(python: Path, client: LocalClient) -> Iterator[ForkServer]:
+def server(python: Path, client: LocalClient) -> Iterator[WarmProgram]:
     with warmed(EVALUATOR, [make_config("demo_facts")], python=python, client=client) as server:
         assert server is not None
         yield server
@@ -183,8 +183,8 @@ TWENTY = make_config("demo_facts", max_eval_instances=20)
 class Runner:
     """Evaluates in local jobs with a program that is kept imported, each into a separate folder."""
 
-    def __init__(self, python: Path, client: LocalClient, server: ForkServer | None, folder: Path) -> None:
-        self._program = NativeProgram(EVALUATOR, python, server.warm if server else None)
+    def __init__(self, python: Path, client: LocalClient, server: WarmProgram | None, folder: Path) -> None:
+        self._program = NativeProgram(EVALUATOR, python, server)
         self._client = client
         self._folder = folder
         self.progress: list[Progress] = []
@@ -234,7 +234,7 @@ def local(checkpoint: Path | Checkpoint) -> LocalCheckpoint:
 
 @pytest.fixture(scope="module")
 def exact(
-    exported: Path, python: Path, client: LocalClient, server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+    exported: Path, python: Path, client: LocalClient, server: WarmProgram, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Runner, Parsed]:
     """Results of twenty questions on the export in float32, the reference of several tests."""
     runner = Runner(python, client, server, tmp_path_factory.mktemp("exact"))
@@ -242,7 +242,7 @@ def exact(
 
 
 @pytest.fixture
-def run(python: Path, client: LocalClient, server: ForkServer, tmp_path: Path) -> Runner:
+def run(python: Path, client: LocalClient, server: WarmProgram, tmp_path: Path) -> Runner:
     return Runner(python, client, server, tmp_path)
 
 

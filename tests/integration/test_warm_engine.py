@@ -37,7 +37,7 @@ from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, Environment, ensure_environment
 from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
 from resources.settings import settings
-from resources.warm.fork_server import ForkServer
+from resources.warm.fork_server import WarmProgram, fork_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -211,7 +211,7 @@ def check_reloads(port: int, model: Path, other: Path) -> None:
     assert differing(weights[2], engine.weights_in_memory())
 
 
-def processes_of(server: ForkServer) -> set[int]:
+def processes_of(server: WarmProgram) -> set[int]:
     """Returns the server and its forks, which all have its command line."""
     mark = os.fsencode(server.command().args[4])
     pids = set()
@@ -225,7 +225,7 @@ def processes_of(server: ForkServer) -> set[int]:
     return pids
 
 
-def log_of_crash(client: LocalClient, server: ForkServer, where: dict[str, Any], variables: dict[str, str]) -> str:
+def log_of_crash(client: LocalClient, server: WarmProgram, where: dict[str, Any], variables: dict[str, str]) -> str:
     """Returns the log of an engine after a crash of its computing process, as native code can crash."""
     port = free_port()
     job = serve(client, server.command(*server_arguments(KWARGS, **where, port=port)), variables, port=port)
@@ -253,7 +253,7 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
     assert refusals(port) == {401}
     job.terminate()
 
-    with ForkServer(program, python=environment.python, client=client, variables=variables) as server:
+    with fork_server(program, python=environment.python, client=client, variables=variables) as server:
         port = free_port()
         job = serve(client, server.command(*server_arguments(KWARGS, **where, port=port)), variables, port=port)
         assert "no warm start" not in job.logs(10_000)
@@ -273,4 +273,4 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
         assert (job.status(), job.process_details()["replicas"][0]["exit_code"]) == (JobStatus.STOPPED, 0)
         assert first_error(log_of_crash(client, server, where, variables)) == "Fatal Python error: Segmentation fault"
         assert len(processes_of(server)) == 1
-        assert "threads run after preloading" not in server.logs()
+        assert "threads run after preloading" not in client.attach(server.job_id).logs()

@@ -39,7 +39,7 @@ async def test_cells_from_forks_have_the_numbers_and_samples_of_a_process_of_the
         engine.bodies.clear()
         await lm_eval.evaluate(make_model(engine, with_bos), make_config(DEMO[1]), tmp_path / "bos")
         assert {json.loads(body)["prompt"][0][0] for body in engine.bodies} == {BOS}
-        assert "threads run after preloading" not in eventually(lm_eval.server.logs)
+        assert "threads run after preloading" not in eventually(lm_eval.client.attach(lm_eval.server.job_id).logs)
         expected = await cold.evaluate(model, config, tmp_path / "cold")
     verify_counts(expected)
     for folder in ("warm-1", "warm-2", "bos"):

@@ -76,8 +76,6 @@ class ForkServer:
             self._reap()
 
     def _fork_subreaper(self, connection: socket.socket) -> None:
-        if _user_of(connection) not in (None, os.getuid()):
-            return
         server = os.getpid()
         try:
             subreaper = os.fork()
@@ -152,10 +150,8 @@ class Subreaper:
         self._watch()
         self._end_everything()
         returncode = -signal.SIGKILL if self._returncode is None else self._returncode
-        try:
+        with suppress(OSError):
             self._connection.sendall(ENDED + struct.pack("!i", returncode))
-        except OSError:
-            return
 
     def _watch(self) -> None:
         sources: list[Any] = [self._connection, self._wake_fd]
@@ -283,33 +279,14 @@ def _descendants(ancestor: int) -> set[int]:
     return family - {ancestor}
 
 
-def _user_of(connection: socket.socket) -> int | None:
-    if not hasattr(socket, "SO_PEERCRED"):
-        return None
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1]
-
-
 def _send(pid: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
-
-
-def _load_libc() -> Any:
-    try:
-        return ctypes.CDLL(None)
-    except OSError:
-        return None
-
-
-_LIBC = _load_libc() if sys.platform == "linux" else None
 
 
 def _prctl(option: int, value: int) -> None:
-    if _LIBC is not None:
-        _LIBC.prctl(option, value, 0, 0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def main(arguments: list[str]) -> None:

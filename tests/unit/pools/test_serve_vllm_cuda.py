@@ -14,7 +14,7 @@ import pytest
 from pools.engine.engines import ENGINES
 from resources.backends.local.client import LocalClient
 from resources.settings import process_environment
-from resources.warm.fork_server import ForkServer
+from resources.warm.fork_server import fork_server
 
 TORCH = """
 import os
@@ -116,7 +116,7 @@ def client(tmp_path: Path) -> Iterator[LocalClient]:
 def served(python: Path, client: LocalClient, variables: dict[str, str]) -> tuple[dict[str, Any], str]:
     assert PROGRAM is not None
     variables = {**ENGINES["cuda"].variables, **variables}
-    with ForkServer(PROGRAM, python=python, client=client, variables=variables) as server:
+    with fork_server(PROGRAM, python=python, client=client, variables=variables) as server:
         command = server.command("--model", "a model")
         done = subprocess.run(
             [command.command, *command.args],

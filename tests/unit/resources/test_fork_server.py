@@ -21,7 +21,7 @@ from resources.config import ResourceConfig
 from resources.errors import JobFailed
 from resources.jobs.jobs import Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment
-from resources.warm.fork_server import ForkServer
+from resources.warm.fork_server import WarmProgram, fork_server
 
 PROGRAM = """
 import json, os, random, signal, subprocess, sys, time
@@ -95,8 +95,8 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(program: Path, client: LocalClient) -> Iterator[ForkServer]:
-    with ForkServer(program, python=Path(sys.executable), client=client) as server:
+def server(program: Path, client: LocalClient) -> Iterator[WarmProgram]:
+    with fork_server(program, python=Path(sys.executable), client=client) as server:
         yield server
 
 
@@ -113,7 +113,7 @@ def run(command: Command, *, cwd: Path | None = None, **variables: str) -> subpr
     )
 
 
-def describe(server: ForkServer, *, cwd: Path | None = None, **variables: str) -> dict[str, Any]:
+def describe(server: WarmProgram, *, cwd: Path | None = None, **variables: str) -> dict[str, Any]:
     done = run(server.command("describe", "two words", ""), cwd=cwd, **variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -138,7 +138,7 @@ def pids(path: Path) -> list[int]:
 
 
 def test_run_gets_its_own_arguments_streams_folder_and_environment(
-    server: ForkServer, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: WarmProgram, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("ONLY_BEFORE", "yes")
     seen = describe(server, cwd=tmp_path, COLOUR="blue")
@@ -169,7 +169,7 @@ def test_run_gets_its_own_arguments_streams_folder_and_environment(
         (("die", "2"), -signal.SIGINT),
     ],
 )
-def test_run_ends_as_the_program_alone_would(server: ForkServer, program: Path, arguments: tuple[str, ...], code: int):
+def test_run_ends_as_the_program_alone_would(server: WarmProgram, program: Path, arguments: tuple[str, ...], code: int):
     warm = run(server.command(*arguments))
     alone = run(Command(sys.executable, (str(program), *arguments)))
     assert (warm.returncode, alone.returncode) == (code, code)
@@ -178,7 +178,7 @@ def test_run_ends_as_the_program_alone_would(server: ForkServer, program: Path, 
     ]
 
 
-def test_job_holds_the_log_and_the_variables_of_its_run(server: ForkServer, client: LocalClient, tmp_path: Path):
+def test_job_holds_the_log_and_the_variables_of_its_run(server: WarmProgram, client: LocalClient, tmp_path: Path):
     job = submit(client, server.command("describe"), cwd=tmp_path)
     assert job.wait(60) is JobStatus.SUCCEEDED
     seen = json.loads(job.logs())
@@ -187,7 +187,7 @@ def test_job_holds_the_log_and_the_variables_of_its_run(server: ForkServer, clie
 
 
 def test_terminated_job_passes_its_signal_on_and_leaves_nothing(
-    server: ForkServer, client: LocalClient, tmp_path: Path
+    server: WarmProgram, client: LocalClient, tmp_path: Path
 ):
     job = submit(client, server.command("wait", str(tmp_path / "pids"), "politely"), cwd=tmp_path)
     processes = pids(tmp_path / "pids")
@@ -197,7 +197,7 @@ def test_terminated_job_passes_its_signal_on_and_leaves_nothing(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a process is no zombie")
-def test_process_with_an_ended_main_thread_ends_with_its_run(server: ForkServer, tmp_path: Path):
+def test_process_with_an_ended_main_thread_ends_with_its_run(server: WarmProgram, tmp_path: Path):
     (tmp_path / "program.py").write_text(WITHOUT_MAIN_THREAD)
     command = server.command("leave", str(tmp_path / "program.py"), str(tmp_path / "pid"))
     arguments = [command.command, *command.args]
@@ -207,7 +207,7 @@ def test_process_with_an_ended_main_thread_ends_with_its_run(server: ForkServer,
     assert (stub.returncode, is_alive(pid)) == (0, False)
 
 
-def test_killed_stub_takes_the_run_and_all_it_started_with_it(server: ForkServer, tmp_path: Path):
+def test_killed_stub_takes_the_run_and_all_it_started_with_it(server: WarmProgram, tmp_path: Path):
     command = server.command("wait", str(tmp_path / "pids"))
     with subprocess.Popen([command.command, *command.args], env=process_environment()) as stub:
         processes = pids(tmp_path / "pids")
@@ -216,7 +216,7 @@ def test_killed_stub_takes_the_run_and_all_it_started_with_it(server: ForkServer
 
 
 def test_killed_subreaper_takes_the_run_and_all_it_started_with_it(
-    server: ForkServer, client: LocalClient, tmp_path: Path
+    server: WarmProgram, client: LocalClient, tmp_path: Path
 ):
     job = submit(client, server.command("wait", str(tmp_path / "pids")), cwd=tmp_path)
     processes = pids(tmp_path / "pids")
@@ -229,11 +229,11 @@ def test_killed_subreaper_takes_the_run_and_all_it_started_with_it(
 
 
 def test_killed_server_ends_its_runs_and_the_next_starts_cold(
-    server: ForkServer, client: LocalClient, program: Path, tmp_path: Path
+    server: WarmProgram, client: LocalClient, program: Path, tmp_path: Path
 ):
     job = submit(client, server.command("wait", str(tmp_path / "pids")), cwd=tmp_path)
     processes = pids(tmp_path / "pids")
-    server.close()
+    client.attach(server.job_id).terminate()
     with pytest.raises(JobFailed, match="from outside"):
         job.wait(60)
     assert not [pid for pid in processes if is_alive(pid)]
@@ -243,7 +243,7 @@ def test_killed_server_ends_its_runs_and_the_next_starts_cold(
 
 
 def test_server_that_was_killed_is_started_again(program: Path, client: LocalClient, tmp_path: Path):
-    with ForkServer(program, python=Path(sys.executable), client=client) as server:
+    with fork_server(program, python=Path(sys.executable), client=client) as server:
         command = server.command("wait", str(tmp_path / "pids"))
         with subprocess.Popen([command.command, *command.args], env=process_environment()) as stub:
             processes = pids(tmp_path / "pids")
@@ -255,9 +255,8 @@ def test_server_that_was_killed_is_started_again(program: Path, client: LocalCli
 
 
 def test_run_that_comes_while_the_program_is_imported_waits_for_it(program: Path, client: LocalClient):
-    server = ForkServer(program, python=Path(sys.executable), client=client, preload_arguments=["slowly"])
-    with server:
-        eventually(lambda: "importing" in server.logs())
+    with fork_server(program, python=Path(sys.executable), client=client, preload_arguments=["slowly"]) as server:
+        eventually(lambda: "importing" in client.attach(server.job_id).logs())
         impatient = server.command("describe")
         at_once = run(Command(impatient.command, (*impatient.args[:4], "--wait", "0.1", *impatient.args[4:])))
         assert "not ready within 0.1 s" in at_once.stderr and not json.loads(at_once.stdout)["warm"]
@@ -271,15 +270,15 @@ def test_run_that_comes_while_the_program_is_imported_waits_for_it(program: Path
 
 
 def test_program_that_cannot_be_imported_is_run_cold(program: Path, client: LocalClient):
-    with ForkServer(program, python=Path(sys.executable), client=client, preload_arguments=["--never"]) as server:
+    with fork_server(program, python=Path(sys.executable), client=client, preload_arguments=["--never"]) as server:
         done = run(server.command("describe"))
         assert not json.loads(done.stdout)["warm"]
-        assert eventually(lambda: "cannot be imported" in server.logs())
+        assert eventually(lambda: "cannot be imported" in client.attach(server.job_id).logs())
 
 
 def test_run_with_other_variables_than_were_read_at_import_starts_cold(program: Path, client: LocalClient):
     variables = {"PRELOADED_AS": "one"}
-    with ForkServer(program, python=Path(sys.executable), client=client, variables=variables) as server:
+    with fork_server(program, python=Path(sys.executable), client=client, variables=variables) as server:
         assert describe(server, PRELOADED_AS="one")["warm"]
         for other in ({"PRELOADED_AS": "secret"}, {}, {"PRELOADED_AS": "one", "PRELOADED_ELSE": "x"}):
             done = run(server.command("describe"), cwd=None, **other)
@@ -288,11 +287,12 @@ def test_run_with_other_variables_than_were_read_at_import_starts_cold(program: 
 
 
 def test_import_that_starts_a_thread_is_reported(program: Path, client: LocalClient):
-    with ForkServer(program, python=Path(sys.executable), client=client, preload_arguments=["threads"]) as server:
-        assert eventually(lambda: "2 threads run after preloading (in Python: MainThread, sleeper)" in server.logs())
+    with fork_server(program, python=Path(sys.executable), client=client, preload_arguments=["threads"]) as server:
+        job = client.attach(server.job_id)
+        assert eventually(lambda: "2 threads run after preloading (in Python: MainThread, sleeper)" in job.logs())
 
 
-def test_twenty_runs_at_once_are_apart_and_leave_no_process(server: ForkServer, client: LocalClient, tmp_path: Path):
+def test_twenty_runs_at_once_are_apart_and_leave_no_process(server: WarmProgram, client: LocalClient, tmp_path: Path):
     waiting = [server.command("wait", str(tmp_path / f"pids-{number}")) for number in range(20)]
     stubs = [subprocess.Popen([stub.command, *stub.args], env=process_environment()) for stub in waiting]
     processes = [pids(tmp_path / f"pids-{number}") for number in range(20)]
@@ -301,23 +301,18 @@ def test_twenty_runs_at_once_are_apart_and_leave_no_process(server: ForkServer, 
         stub.terminate()
     assert [stub.wait(60) for stub in stubs[:10]] == [-signal.SIGTERM] * 10
     assert all(is_alive(child) for child, _, _ in processes[10:])
-    server.close()
+    client.attach(server.job_id).terminate()
     assert {stub.wait(60) for stub in stubs[10:]} <= {-signal.SIGTERM, -signal.SIGKILL}
     assert not [pid for three in processes for pid in three if is_alive(pid)]
 
 
-def test_socket_is_private_and_goes_with_the_server(program: Path, client: LocalClient):
-    with ForkServer(program, python=Path(sys.executable), client=client) as server:
-        socket = Path(server.command().args[4])
+@pytest.mark.parametrize("closed", [True, False])
+def test_socket_is_private_and_goes_with_the_server(program: Path, client: LocalClient, closed: bool):
+    with fork_server(program, python=Path(sys.executable), client=client) as server:
         describe(server)
-        assert socket.stat().st_mode & 0o077 == 0
-        assert socket.parent.stat().st_mode & 0o077 == 0
-    assert not socket.parent.exists()
-
-
-def test_socket_goes_with_a_server_that_is_never_closed(program: Path, client: LocalClient):
-    server = ForkServer(program, python=Path(sys.executable), client=client)
-    server.start()
-    assert run(server.command("return", "0")).returncode == 0
-    client.shutdown()  # as at the end of the owner's process
-    assert not Path(server.command().args[4]).parent.exists()
+        assert server.socket.stat().st_mode & 0o077 == 0
+        assert server.socket.parent.stat().st_mode & 0o077 == 0
+        if not closed:
+            client.shutdown()  # as at the end of the owner's process
+            assert not server.socket.parent.exists()
+    assert not server.socket.parent.exists()
