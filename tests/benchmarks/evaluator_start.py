@@ -50,6 +50,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ensure_environment
+from resources.jobs.jobs import JobHandle
 from resources.warm.fork_server import WarmProgram
 from tasks.evaluators.harness import run_harness, warmed
 from tasks.evaluators.lm_eval.environment import LM_EVAL
