@@ -60,9 +60,14 @@ def argv_of(entrypoint: Command | Path, *, python: Path, imports: Iterable[str])
             return [str(python), str(PROGRAMS / "run_call.py"), str(entrypoint), *imports]
 
 
-def variables_of(environment: EnvironmentConfig, *, python: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the whole environment of a job's processes: inherited, from the request, and `given` by the backend."""
-    own = {"PYTHONUNBUFFERED": "1", **environment.env_vars, **given}
+def variables_of(
+    environment: EnvironmentConfig, *, python: Path, defaults: Mapping[str, str], given: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the whole environment of a job's processes: inherited, from the request, and `given` by the backend.
+
+    The request overrides `defaults`, such as the variables of the job's device.
+    """
+    own = {"PYTHONUNBUFFERED": "1", **defaults, **environment.env_vars, **given}
     variables = process_environment(own, inherited=environment.inherited)
     if USER_KEY_VARIABLE not in own:  # with it, a job could sign the results of other jobs
         variables.pop(USER_KEY_VARIABLE, None)

@@ -54,6 +54,7 @@ def jobs(cluster: SlurmCluster, folder: Path) -> Iterator[dict[str, SlurmJob]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "executable", "/no/python")  # as on a node without the login node's Python
             jobs["without-python"] = submit(client, folder, "without-python", unseen=True)
+        client.shutdown()  # nothing queues them again
         ids = {name: slurm_id(folder / "slurm", job.job_id) for name, job in jobs.items()}
         cluster.command("scancel", ids["cancelled"])
         os.kill(batch_pid(jobs["killed"].job_id), signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,51 @@ def test_job_that_another_preempts_waits_and_goes_on_when_there_is_room_again(
         assert (handle.details().attempts, handle.details().preemptions) == (2, 1)
     finally:
         urgent.shutdown()
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Returns time of change and content of each file below a folder."""
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_preempted_job_without_submitter_and_readers_goes_on(
+    cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
+) -> None:
+    request = shell(once_then_end(tmp_path), resources=WHOLE_NODE, replicas=2)
+    handle = client.submit(replace(request, outlives_parent=True))
+    eventual_pid(tmp_path / "first")
+    client.shutdown()
+    folder, slurms = tmp_path / "slurm" / "jobs" / handle.job_id, slurm_id(tmp_path / "slurm", handle.job_id)
+    urgent = cluster.client(tmp_path / "slurm", partition="urgent", grace_seconds=2.0)
+    try:
+        other = urgent.submit(shell(f"touch {tmp_path}/other; sleep 300", "other", resources=WHOLE_NODE))
+        eventually((tmp_path / "other").exists)
+        other.terminate()
+    finally:
+        urgent.shutdown()
+    eventually(lambda: cluster.has_set(slurms, "StartTime=now"))  # in place of two minutes
+    eventually(lambda: '"succeeded"' in (folder / "status.json").read_text())
+    assert (handle.details().attempts, handle.details().preemptions) == (2, 1)
+
+
+def test_concurrent_readers_of_a_cut_off_job_change_nothing(
+    cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
+) -> None:
+    handle = client.submit(replace(shell(once_then_end(tmp_path)), outlives_parent=True))
+    eventual_pid(tmp_path / "first")
+    client.shutdown()
+    folder, slurms = tmp_path / "slurm" / "jobs" / handle.job_id, slurm_id(tmp_path / "slurm", handle.job_id)
+    os.utime(folder / "lease", (0, 0))  # the submitter is gone for long
+    os.kill(batch_pid(handle.job_id), signal.SIGKILL)
+    eventually(lambda: "JobState=FAILED" in cluster.command("scontrol", "--oneliner", "show", "job", slurms))
+    before = contents(folder)
+    readers = [cluster.client(tmp_path / "slurm").attach(handle.job_id) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        statuses = list(pool.map(lambda reader: reader.wait(60, raise_on_failure=False), readers))
+    assert statuses == [JobStatus.FAILED] * 2
+    assert [reader.details().preemptions for reader in readers] == [1, 1]
+    assert contents(folder) == before
+    assert "JobState=FAILED" in cluster.command("scontrol", "--oneliner", "show", "job", slurms)
 
 
 def test_job_on_a_lost_node_is_queued_again_for_later(

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from resources.backends.iris.controller import Controller, Launch
 from resources.backends.iris.job import CALLABLE, COMMAND, IrisJob, unknown_job
-from resources.backends.iris.lease import LeaseRenewer
 from resources.backends.iris.resources import Group, check_groups, placement
 from resources.backends.iris.states import job_status, name_of, reason
+from resources.backends.leases import LEASE_SECONDS, POLL_SECONDS, LeaseRenewer
 from resources.backends.processes import device_variables, existing_folder, import_folders
 from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput
@@ -58,17 +58,16 @@ class IrisClient:
         controller: Controller,
         *,
         grace_seconds: float = 10.0,
-        poll_seconds: float = 2.0,
-        lease_seconds: float = 60.0,
+        poll_seconds: float = POLL_SECONDS,
+        lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self._controller = controller
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
-        self._leases = LeaseRenewer(controller, renew_seconds=lease_seconds / 4)
+        self._leases = LeaseRenewer[IrisJob](lease_seconds=lease_seconds)
         self._lock = threading.Lock()
         self._jobs: dict[str, IrisJob] = {}
-        self._ends_with_us: list[IrisJob] = []
         self._packed: dict[Path, tuple[float, bytes]] = {}
         self._groups: tuple[float, list[Group]] = (-inf, [])
         self._known_user: str | None = None  # set by a launch: a controller may use another name for this user
@@ -97,8 +96,7 @@ class IrisClient:
             job = self._handle(job_id, hosts=launch.placement.hosts)
             self._jobs[request.name] = job
             if not request.outlives_parent:
-                self._ends_with_us.append(job)
-                self._leases.add(job_id)
+                self._leases.add(job)
         return job
 
     def attach(self, job_id: str) -> IrisJob:
@@ -132,9 +130,7 @@ class IrisClient:
         check_groups(resources, groups)
 
     def shutdown(self) -> None:
-        with self._lock:
-            jobs, self._ends_with_us = self._ends_with_us, []
-        jobs = [job for job in jobs if not job.status().finished]
+        jobs = [job for job in self._leases.jobs() if not job.status().finished]
         with ThreadPoolExecutor(_ENDED_AT_ONCE) as pool:
             list(pool.map(IrisJob.terminate, jobs))
         self._leases.close()

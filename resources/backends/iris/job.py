@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from resources.backends.iris.controller import RECORDS, STOP, Controller, tell
+from resources.backends.iris.controller import LEASE, RECORDS, STOP, Controller, tell
 from resources.backends.iris.states import (
     MARK,
     UNSATISFIABLE,
@@ -51,6 +51,7 @@ class IrisJob:
         self._hosts = hosts
         self._grace_seconds = grace_seconds
         self._status: JobStatus | None = None  # set once finished: it is final
+        self._task_attempt: int | None = None  # of the task that has the lease
 
     @property
     def job_id(self) -> str:
@@ -142,6 +143,14 @@ class IrisJob:
             while not self._is_confirmed(job_id) and time.monotonic() < deadline:
                 time.sleep(_CONTROLLER_POLL_SECONDS)
         self.status()
+
+    def renew(self) -> bool:
+        """Renews the lease of the job; returns False once it has finished."""
+        if self.status().finished:
+            return False
+        beat, attempt = {"beat": str(time.time())}, -1 if self._task_attempt is None else self._task_attempt
+        self._task_attempt = tell(self._controller, self._job_id, LEASE, beat, attempt=attempt)
+        return True
 
     def request_stop(self) -> list[str]:
         """Requests the end of the job and of the jobs inside it, and returns the ids of the latter."""

@@ -6,25 +6,18 @@ process can attach to a job by its id. Variables of a job are in the supervisor'
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import secrets
-import shutil
 import subprocess
 import sys
 import threading
-import time
-from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from resources.backends.local.job import CALL, LocalJob
+from resources.backends.job_folders import JobFolders
+from resources.backends.local.job import LocalJob
 from resources.backends.processes import (
     PROGRAMS,
-    argv_of,
     device_variables,
     existing_folder,
     import_folders,
@@ -33,20 +26,11 @@ from resources.backends.processes import (
     workspace_of,
 )
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
-from resources.errors import BadInput, UnsatisfiableResources
+from resources.errors import UnsatisfiableResources
 from resources.jobs.calls import pickled
-from resources.jobs.jobs import (
-    Call,
-    Command,
-    JobDetails,
-    JobRequest,
-    create_environment,
-)
+from resources.jobs.jobs import Call, JobDetails, JobRequest, create_environment
 from resources.jobs.waiting import while_running
 from resources.settings import settings
-from resources.storage.files import replace_json
-
-_KEPT_JOBS = 200
 
 
 class LocalClient:
@@ -62,6 +46,7 @@ class LocalClient:
         self, jobs_dir: Path | None = None, *, grace_seconds: float = 10.0, device_root: Path = Path("/")
     ) -> None:
         self._jobs_dir = jobs_dir or settings().jobs_dir
+        self._folders = JobFolders(self._jobs_dir, LocalJob)
         self._grace_seconds = grace_seconds
         self._device_root = device_root
         self._jobs: dict[str, LocalJob] = {}
@@ -90,62 +75,44 @@ class LocalClient:
         workspace = workspace_of(environment, backend="the local backend runs")
         working_directory = existing_folder(request.working_directory or workspace)
         job_id = f"{request.name}-{secrets.token_hex(4)}"
-        payload = pickled(request.entrypoint, job_id=job_id) if isinstance(request.entrypoint, Call) else None
+        call = pickled(request.entrypoint, job_id=job_id) if isinstance(request.entrypoint, Call) else None
         python = interpreter_of(environment, workspace=workspace)
         with self._lock:
             if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running
             if not self._has_pruned:
-                self._prune()
+                self._folders.prune()
                 self._has_pruned = True
             for name in [name for name, job in self._jobs.items() if job.has_ended()]:
                 del self._jobs[name]  # each handle holds a pipe open
-            folder = self._jobs_dir / job_id
-            folder.mkdir(parents=True, mode=0o700)
-            if payload is not None:
-                (folder / CALL).write_bytes(payload)
-            specification = {
-                "name": request.name,
-                "submitted_at": time.time(),
-                "argv": argv_of(
-                    request.entrypoint if isinstance(request.entrypoint, Command) else folder / CALL,
-                    python=python,
-                    imports=[str(workspace), *import_folders()],
-                ),
-                "working_directory": str(working_directory),
-                "replicas": request.replica_count,
-                "max_retries_failure": request.max_retries_failure,
-                "max_retries_preemption": request.max_retries_preemption,
-                "outlives_parent": request.outlives_parent,
-                "grace_seconds": self._grace_seconds,
-                "parent_pid": os.getpid(),
-            }
-            given = {"ASSAY_JOB_ID": folder.name, "ASSAY_JOBS": self.url}
-            variables = {**device_variables(request.resources.device), **environment.env_vars}
-            environment = replace(environment, env_vars=variables)
-            job = _start(folder, specification, env=variables_of(environment, python=python, given=given))
+            folder = self._folders.create(
+                request,
+                job_id,
+                call=call,
+                python=python,
+                imports=[str(workspace), *import_folders()],
+                working_directory=working_directory,
+                grace_seconds=self._grace_seconds,
+                parent_pid=os.getpid(),
+            )
+            variables = variables_of(
+                environment,
+                python=python,
+                defaults=device_variables(request.resources.device),
+                given={"ASSAY_JOB_ID": job_id, "ASSAY_JOBS": self.url},
+            )
+            job = _start(folder, variables=variables, outlives_parent=request.outlives_parent)
             self._jobs[request.name] = job
         job.wait_until_started()
         return job
 
     def attach(self, job_id: str) -> LocalJob:
         """Returns a handle on a job of any process of this machine; raises `BadInput` if there is none."""
-        folder = self._jobs_dir / job_id
-        if not re.fullmatch(r"[\w.-]+", job_id) or not (folder / "status.json").is_file():
-            raise BadInput(
-                expected=f"the id of a job in {self._jobs_dir}",
-                found=repr(job_id),
-                remedy="Choose one of the folders there; those of old jobs are removed.",
-            )
-        return LocalJob(folder)
+        return self._folders.attach(job_id)
 
     def jobs(self) -> list[JobDetails]:
         """Returns the jobs of all processes of this machine."""
-        jobs: list[JobDetails] = []
-        for status in self._jobs_dir.glob("*/status.json"):
-            with suppress(OSError, KeyError, ValueError):  # another process prunes them, or it is not a job's
-                jobs.append(LocalJob(status.parent).details())
-        return sorted(jobs, key=lambda details: details.submitted_at or 0.0, reverse=True)
+        return self._folders.details()
 
     def check_resources(self, resources: ResourceConfig) -> None:
         _check_device(resources.device, device_root=self._device_root)
@@ -156,16 +123,6 @@ class LocalClient:
             job.request_stop()
         for job in jobs:
             job.terminate()
-
-    def _prune(self) -> None:
-        finished_at: dict[Path, float] = {}
-        for status in self._jobs_dir.glob("*/status.json"):
-            with suppress(OSError):  # another process may be pruning too
-                finished_at[status.parent] = status.stat().st_mtime
-        for folder in sorted(finished_at, key=finished_at.__getitem__, reverse=True)[_KEPT_JOBS:]:
-            with suppress(OSError, ValueError):
-                if LocalJob(folder).status().finished:
-                    shutil.rmtree(folder)
 
 
 def local_client() -> LocalClient:
@@ -178,17 +135,14 @@ def _client_of_process(process_id: int) -> LocalClient:
     return LocalClient()
 
 
-def _start(folder: Path, specification: dict[str, Any], *, env: dict[str, str]) -> LocalJob:
-    (folder / "specification.json").write_text(json.dumps(specification))
-    pending = {"status": "pending", "reason": None, "attempts": 0, "failures": 0, "preemptions": 0}
-    replace_json(folder / "status.json", {**pending, "supervisor_pid": None, "replicas": []})
-    marks = ["--outlives-parent"] if specification["outlives_parent"] else []
+def _start(folder: Path, *, variables: dict[str, str], outlives_parent: bool) -> LocalJob:
+    marks = ["--outlives-parent"] if outlives_parent else []
     with (folder / "supervisor.log").open("wb") as log:
         supervisor = subprocess.Popen(
             [sys.executable, "-E", "-s", "-S", str(PROGRAMS / "supervise.py"), str(folder), *marks],
-            env=env,
+            env=variables,
             cwd=folder,
-            stdin=subprocess.DEVNULL if specification["outlives_parent"] else subprocess.PIPE,
+            stdin=subprocess.DEVNULL if outlives_parent else subprocess.PIPE,
             stdout=log,
             stderr=log,
             start_new_session=True,

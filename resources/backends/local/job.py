@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,104 +10,40 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from resources.jobs.jobs import JobDetails, JobStatus
-from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_file
-from resources.jobs.results import raised_by, result_of
-from resources.jobs.waiting import wait_until_finished
-from resources.storage import storage
-from resources.storage.files import replace_json, tail
+from resources.backends.job_folders import FolderJob
+from resources.jobs.jobs import JobStatus
 
-CALL = "call.pickle"
-"""File name of a job's callable in its folder."""
 _SUPERVISOR_START_SECONDS = 60.0  # 0.05 s on an idle machine
 _TERMINATE_MARGIN_SECONDS = 40.0  # more than the supervisor itself waits for a process to die of SIGKILL
 
 
-class LocalJob:
+class LocalJob(FolderJob):
     """Handle on a job of this machine, submitted by this process or attached to."""
 
+    longest_pause_seconds = 0.25
+
     def __init__(self, folder: Path, *, supervisor: subprocess.Popen[bytes] | None = None) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._supervisor = supervisor  # kept: the supervisor detects the end of this process by its standard input
         self._last: dict[str, Any] | None = None
-        self._specification: dict[str, Any] = json.loads((folder / "specification.json").read_text())
-
-    @property
-    def job_id(self) -> str:
-        return self._folder.name
-
-    @property
-    def outlives_parent(self) -> bool:
-        return self._specification["outlives_parent"]
-
-    def details(self) -> JobDetails:
-        """Returns the job's state and reason; failed if its supervisor was killed."""
-        now = self.process_details()
-        return JobDetails(
-            job_id=self.job_id,
-            name=self._specification["name"],
-            status=JobStatus(now["status"]),
-            reason=now["reason"],
-            attempts=now["attempts"],
-            failures=now["failures"],
-            preemptions=now["preemptions"],
-            submitted_at=self._specification["submitted_at"],
-            replicas=self._specification["replicas"],
-            returns=(self._folder / CALL).exists(),
-        )
 
     def process_details(self) -> dict[str, Any]:
-        """Returns its `status.json`, with the supervisor's process id, and each replica's process id and exit code."""
-        details = self._read()
+        """Returns its `status.json`, with the supervisor's process id, and each replica's process id and exit code.
+
+        A job whose supervisor was killed has failed.
+        """
+        details = self._known()
         if not JobStatus(details["status"]).finished and not self._is_supervised(details):
-            details = self._read()  # it may have finished before it ended
+            details = self._known()  # it may have finished before it ended
             details = details if JobStatus(details["status"]).finished else self._bury(details)
         pipe = self._supervisor.stdin if self._supervisor is not None else None
         if pipe is not None and JobStatus(details["status"]).finished:
             pipe.close()
         return details
 
-    def status(self) -> JobStatus:
-        return JobStatus(self.process_details()["status"])
-
     def has_ended(self) -> bool:
         """Returns True if it has finished and its supervisor is gone; reads files only after the supervisor's end."""
         return self._supervisor is not None and self._supervisor.poll() is not None and self.status().finished
-
-    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        return wait_until_finished(
-            self,
-            timeout,
-            raise_on_failure=raise_on_failure,
-            where=self._where,
-            cause=lambda: raised_by(self, self._left),
-            longest_pause_seconds=0.25,
-        )
-
-    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
-
-    def _left(self, replica: int) -> bytes | None:
-        with suppress(FileNotFoundError):
-            return storage.read_bytes(str(self._folder / f"result-{replica}"))
-        return None
-
-    def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        return logs_by_replica(
-            lambda index: tail(self._folder / f"replica-{index}.log", max_lines),
-            self._specification["replicas"],
-            replica=replica,
-        )
-
-    def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
-        check_replica(replica, self._specification["replicas"])
-        return part_of_file(self._folder / f"replica-{replica}.log", after)
-
-    def announced(self, replica: int = 0) -> str | None:
-        try:
-            return storage.read_bytes(str(self._folder / f"announced-{replica}")).decode()
-        except FileNotFoundError:
-            return None
 
     def terminate(self) -> None:
         self.request_stop()
@@ -135,13 +70,13 @@ class LocalJob:
                 return
             time.sleep(0.005)
 
-    @property
-    def _where(self) -> str:
-        return f"read {self._folder}/replica-*.log"
+    def _file(self, name: str, replica: int) -> Path:
+        stem, dot, suffix = name.partition(".")
+        return self._folder / f"{stem}-{replica}{dot}{suffix}"
 
-    def _read(self) -> dict[str, Any]:
+    def _known(self) -> dict[str, Any]:
         try:
-            details = json.loads((self._folder / "status.json").read_text())
+            details = self._read()
         except FileNotFoundError:
             if (details := self._last) is None:
                 raise
@@ -172,21 +107,17 @@ class LocalJob:
         reason = "its supervisor was killed" if killed else "its supervisor never started"
         preemptions = details["preemptions"] + killed
         details = {**details, "status": JobStatus.FAILED, "reason": reason, "preemptions": preemptions}
-        replace_json(self._folder / "status.json", details)
+        self._write(details)
         return details
 
     def _kill_processes(self) -> None:
         marker = f"ASSAY_JOB_ID={self.job_id}".encode()
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):
                 if marker in (folder / "environ").read_bytes().split(b"\0"):
                     _send(int(folder.name), signal.SIGKILL)
-            except OSError:
-                continue
 
 
 def _send(pid: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return

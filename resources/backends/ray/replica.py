@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +88,9 @@ def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -
         "shielded": True,
         "place": [order.replica, job.replicas, order.host, job.hosts],
     }
-    environment = replace(job.environment, env_vars={**order.device_variables, **job.environment.env_vars})
     given = {"ASSAY_JOB_ID": job.job_id, "ASSAY_JOBS": "ray://auto", "RAY_ADDRESS": job.address}
-    return variables_of(environment, python=python, given=given), specification
+    defaults = order.device_variables
+    return variables_of(job.environment, python=python, defaults=defaults, given=given), specification
 
 
 def _is_tpu(order: ProcessOrder) -> bool:

@@ -7,9 +7,7 @@ are only in the environment that Slurm keeps for it, never in that folder.
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -17,14 +15,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
+from resources.backends.job_folders import JobFolders
+from resources.backends.leases import LEASE_SECONDS, POLL_SECONDS, LeaseRenewer
 from resources.backends.processes import (
     PROGRAMS,
-    argv_of,
     device_variables,
     existing_folder,
     import_folders,
@@ -32,20 +30,17 @@ from resources.backends.processes import (
     variables_of,
     workspace_of,
 )
-from resources.backends.slurm.job import CALL, SLURM_ID, SlurmJob
-from resources.backends.slurm.lease import LeaseRenewer
+from resources.backends.slurm.job import LEASE, SLURM_ID, SlurmJob
 from resources.backends.slurm.resources import check_nodes, refuse_what_slurm_lacks, sbatch_options, warning_seconds
 from resources.backends.slurm.slurm import Slurm, limit_warning
 from resources.config import ResourceConfig
-from resources.errors import AssayError, BadInput, UnsatisfiableResources
+from resources.errors import AssayError, UnsatisfiableResources
 from resources.jobs.calls import pickled
-from resources.jobs.jobs import Call, Command, JobDetails, JobRequest, create_environment
+from resources.jobs.jobs import Call, JobDetails, JobRequest, create_environment
 from resources.jobs.packaging import package_workspace, unpack
 from resources.jobs.waiting import while_running
 from resources.settings import job_id, settings
-from resources.storage.files import replace_json, replace_text
-
-_KEPT_JOBS = 200
+from resources.storage.files import replace_text
 
 
 class SlurmClient:
@@ -64,15 +59,16 @@ class SlurmClient:
         *,
         folder: Path | None = None,
         grace_seconds: float = 10.0,
-        poll_seconds: float = 2.0,
-        lease_seconds: float = 60.0,
+        poll_seconds: float = POLL_SECONDS,
+        lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self._slurm = slurm
         self._folder = (folder or settings().slurm_dir).absolute()
+        self._folders = JobFolders(self._folder / "jobs", partial(SlurmJob, slurm))
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
-        self._leases = LeaseRenewer(renew_seconds=lease_seconds / 12)
+        self._leases = LeaseRenewer[SlurmJob](lease_seconds=lease_seconds)
         self._jobs: dict[str, SlurmJob] = {}
         self._has_begun = False
         self._lock = threading.Lock()
@@ -100,74 +96,53 @@ class SlurmClient:
             if not self._has_begun:
                 self._begin()
             job_id = f"{request.name}-{secrets.token_hex(4)}"
-            payload = pickled(request.entrypoint, job_id=job_id) if isinstance(request.entrypoint, Call) else None
+            call = pickled(request.entrypoint, job_id=job_id) if isinstance(request.entrypoint, Call) else None
             local_workspace = workspace_of(environment, backend="on Slurm we run")
             workspace = unpack(package_workspace(local_workspace), self._folder / "workspaces")
             python = interpreter_of(environment, workspace=workspace)
-            folder = self._folder / "jobs" / job_id
-            folder.mkdir(parents=True, mode=0o700)
-            if payload is not None:
-                (folder / CALL).write_bytes(payload)
             imports = [str(_moved(Path(path), local_workspace, to=workspace)) for path in import_folders()]
             start_in = _moved(
                 existing_folder(request.working_directory or local_workspace), local_workspace, to=workspace
             )
             start_in.mkdir(parents=True, exist_ok=True)  # empty folders are not in the package
-            specification = {
-                "name": request.name,
-                "submitted_at": time.time(),
-                "argv": argv_of(
-                    request.entrypoint if isinstance(request.entrypoint, Command) else folder / CALL,
-                    python=python,
-                    imports=[str(workspace), *imports],
-                ),
-                "workspace": workspace.name,
-                "working_directory": str(start_in),
-                "replicas": request.replica_count,
-                "cpus": request.resources.cpu,
-                "max_retries_failure": request.max_retries_failure,
-                "max_retries_preemption": request.max_retries_preemption,
-                "outlives_parent": request.outlives_parent,
-                "parent": self._parent(),
-                "grace_seconds": self._grace_seconds,
-                "poll_seconds": self._poll_seconds,
-                "lease_seconds": self._lease_seconds,
-            }
-            given = {"ASSAY_JOB_ID": folder.name, "ASSAY_JOBS": self.url, "ASSAY_SLURM_DIR": str(self._folder)}
-            variables = {**device_variables(request.resources.device), **environment.env_vars}
-            environment = replace(environment, env_vars=variables)
-            job = self._queue(
-                folder, specification, request, variables=variables_of(environment, python=python, given=given)
+            folder = self._folders.create(
+                request,
+                job_id,
+                call=call,
+                python=python,
+                imports=[str(workspace), *imports],
+                working_directory=start_in,
+                workspace=workspace.name,
+                cpus=request.resources.cpu,
+                parent=self._parent(),
+                grace_seconds=self._grace_seconds,
+                poll_seconds=self._poll_seconds,
+                lease_seconds=self._lease_seconds,
             )
+            variables = variables_of(
+                environment,
+                python=python,
+                defaults=device_variables(request.resources.device),
+                given={"ASSAY_JOB_ID": job_id, "ASSAY_JOBS": self.url, "ASSAY_SLURM_DIR": str(self._folder)},
+            )
+            job = self._queue(folder, request, variables=variables)
             self._jobs[request.name] = job
-            if not request.outlives_parent:
-                self._leases.add(job)
+            self._leases.add(job)
         return job
 
     def attach(self, job_id: str) -> SlurmJob:
         """Returns a handle on a job of any process with the same folder; raises `BadInput` if there is none."""
-        folder = self._folder / "jobs" / job_id
-        if not re.fullmatch(r"\w[\w.-]*", job_id) or not (folder / "status.json").is_file():
-            raise BadInput(
-                expected=f"the id of a job in {self._folder / 'jobs'}",
-                found=repr(job_id),
-                remedy="Choose one of the folders there; those of old jobs are removed. It is no number of Slurm's.",
-            )
-        return SlurmJob(self._slurm, folder)
+        return self._folders.attach(job_id)
 
     def jobs(self) -> list[JobDetails]:
         """Returns the jobs of all processes that use the same folder."""
-        jobs: list[JobDetails] = []
-        for job in self._known():
-            with suppress(OSError, KeyError, ValueError):  # another process may be pruning them
-                jobs.append(job.details())
-        return sorted(jobs, key=lambda details: details.submitted_at or 0.0, reverse=True)
+        return self._folders.details()
 
     def check_resources(self, resources: ResourceConfig) -> None:
         self._check(resources, image=None, replicas=resources.replicas * resources.hosts_per_replica)
 
     def shutdown(self) -> None:
-        jobs = self._leases.running()
+        jobs = self._mortal()
         for job in jobs:
             job.request_stop()
         for job in jobs:
@@ -184,14 +159,9 @@ class SlurmClient:
                 remedy="Name another partition, or leave preemptible at True: preempted jobs begin again.",
             )
 
-    def _queue(
-        self, folder: Path, specification: dict[str, Any], request: JobRequest, *, variables: dict[str, str]
-    ) -> SlurmJob:
-        (folder / "specification.json").write_text(json.dumps(specification))
-        waiting = {"status": "pending", "reason": None, "attempts": 0, "failures": 0, "preemptions": 0}
-        replace_json(folder / "status.json", waiting)
+    def _queue(self, folder: Path, request: JobRequest, *, variables: dict[str, str]) -> SlurmJob:
         job = SlurmJob(self._slurm, folder)
-        replace_text(job.lease, str(time.time()))
+        replace_text(folder / LEASE, str(time.time()))
         program = [sys.executable, "-E", "-s", "-S", str(PROGRAMS / "slurm_batch.py"), str(folder)]
         options = sbatch_options(request.resources, self._slurm.nodes(), replicas=request.replica_count)
         options.append(limit_warning(warning_seconds(self._slurm.options.get("time"))))
@@ -216,8 +186,11 @@ class SlurmClient:
         atexit.register(lambda: self._end_at_exit() if os.getpid() == owner else None)
         self._has_begun = True
 
+    def _mortal(self) -> list[SlurmJob]:
+        return [job for job in self._leases.jobs() if not job.outlives_parent]
+
     def _end_at_exit(self) -> None:
-        for job in self._leases.running():
+        for job in self._mortal():
             with suppress(AssayError, OSError):  # otherwise the lease ends it
                 job.request_stop()
 
@@ -225,23 +198,12 @@ class SlurmClient:
         mine = job_id()
         return mine if mine and (self._folder / "jobs" / mine / "status.json").is_file() else None
 
-    def _known(self) -> list[SlurmJob]:
-        jobs: list[SlurmJob] = []
-        for status in (self._folder / "jobs").glob("*/status.json"):
-            with suppress(OSError, ValueError):
-                jobs.append(SlurmJob(self._slurm, status.parent))
-        return jobs
-
     def _prune(self) -> None:
-        jobs = sorted(self._known(), key=lambda job: job.lease.stat().st_mtime, reverse=True)
-        kept = {job.workspace for job in jobs}
-        for job in jobs[_KEPT_JOBS:]:
-            with suppress(OSError, ValueError):
-                if job.status().finished:
-                    shutil.rmtree(self._folder / "jobs" / job.job_id)
+        kept = {job.workspace for job in self._folders.prune()}
         for workspace in (self._folder / "workspaces").glob("*"):
-            if workspace.name not in kept and time.time() - workspace.stat().st_mtime > 86400:
-                shutil.rmtree(workspace, ignore_errors=True)
+            with suppress(OSError):  # another process may be pruning too
+                if workspace.name not in kept and time.time() - workspace.stat().st_mtime > 86400:
+                    shutil.rmtree(workspace)
 
 
 def _moved(path: Path, folder: Path, *, to: Path) -> Path:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
-from resources.backends.programs.attempts import Outcome
-from resources.backends.programs.endings import ENDINGS, Cause, cause_of_exit
+from resources.backends.programs.attempts import Attempts, Outcome
+from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause, cause_of_exit
+from resources.jobs.jobs import JobStatus
 
 _ENDED: dict[str, Cause | None] = {
     "COMPLETED": "signalled",
@@ -27,7 +33,7 @@ LOST = ("BOOT_FAIL", "NODE_FAIL")
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"}
 _NOT_LAUNCHED = "launch failed requeued held"
 _EXIT = re.compile(r"(\d+):(\d+)")
-_OF_A_JOB = re.compile(r"(?:^|\s)(JobState|Reason|ExitCode|Restarts)=(\S+)")
+_OF_A_JOB = re.compile(r"(?:^|\s)(JobState|Reason|ExitCode|EndTime)=(\S+)")
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Seen:
     """The reason that it waits, such as Resources or Priority; empty if Slurm reports none."""
     exit_code: int = 0
     """Exit code of its program; negative for signals."""
+    ended_at: float | None = None
+    """Unix time of its end, if Slurm reports it."""
     is_forgotten: bool = False
     """True if only the accounting has the job: the controller cannot requeue it."""
 
@@ -72,6 +80,73 @@ def classify_slurm(seen: Seen) -> Outcome | None:
     return ENDINGS[_ENDED[seen.state] or cause_of_exit(seen.exit_code)]
 
 
+def from_outside(
+    known: Mapping[str, Any],
+    seen: Seen | None,
+    *,
+    name: str,
+    max_retries_preemption: int,
+    is_to_stop: bool,
+    is_owned: bool,
+    is_recent: bool,
+    log: Path,
+) -> dict[str, Any]:
+    """Returns the `status.json` of an unfinished job as it follows from Slurm's view.
+
+    Args:
+        known: `status.json` of the job, read after `seen` if that has ended.
+        seen: the batch job in Slurm's view; None if Slurm has forgotten it.
+        name: subject of reasons, such as "Slurm's job 7".
+        is_to_stop: True if the end of the job was requested.
+        is_owned: True if the submitter lives, which queues the job again where Slurm does not.
+        is_recent: True for an end a few seconds ago, after which Slurm may still queue it again.
+        log: output of the batch program.
+    """
+
+    def state(status: JobStatus | str, reason: str | None, **changes: int) -> dict[str, Any]:
+        return {**known, "status": JobStatus(status), "reason": reason, **changes}
+
+    def preempted(words: str, again: str | None) -> dict[str, Any]:
+        attempts = Attempts(0, max_retries_preemption, preemptions=known["preemptions"])
+        counted, final = attempts.ended("preempted", words)
+        if final is None and again is not None:
+            return state(JobStatus.PENDING, f"{words}, and {again}")
+        reason = final.reason if final else f"{words}, and nothing queues it again: `scontrol requeue` does"
+        return state(JobStatus.FAILED, reason, preemptions=counted.preemptions)
+
+    if seen is None or seen.has_ended:
+        if is_to_stop:
+            return state(JobStatus.STOPPED, "terminated")
+        if seen is None:
+            words = f"Slurm knows {name} no more, and its program did not report how it ended"
+            return state(JobStatus.FAILED, words)
+    elif seen.was_not_launched and not is_to_stop:
+        again = "it is queued again" if is_owned else "waits for `scontrol release`"
+        return preempted(f"a node could not start {name}", again)
+    elif seen.is_waiting:
+        return state(JobStatus.PENDING, f"{name} waits: {seen.reason or seen.state}")
+    else:
+        return state(known["status"], None if known["attempts"] else f"{name} begins")
+    words = f"{name} ended as {seen.state}"
+    outcome = classify_slurm(seen)
+    if known.get("left_machines") and outcome in ("failed", "succeeded"):
+        outcome = "preempted"  # Slurm shows this state briefly during a requeue
+    match outcome:
+        case None:
+            return state(JobStatus.PENDING, f"{name} is {seen.state}")
+        case "stopped":
+            return state(JobStatus.STOPPED, f"cancelled with scancel: {words}")
+        case "preempted" if seen.is_forgotten:
+            words += ", which was read too late: Slurm has forgotten it, and cannot queue it again"
+            return state(JobStatus.FAILED, words, preemptions=known["preemptions"] + 1)
+        case "preempted":
+            return preempted(words, "is queued again" if is_owned or is_recent else None)
+        case _ if seen.state == "OUT_OF_MEMORY":
+            return state(JobStatus.FAILED, OUT_OF_MEMORY, failures=known["failures"] + 1)
+        case _:
+            return state(JobStatus.FAILED, f"{words}; read {log}", failures=known["failures"] + 1)
+
+
 def seen_by_squeue(listing: str) -> dict[str, Seen]:
     """Parses the output of `squeue --format=%i|%T|%r`, by job id."""
     rows = [line.strip().split("|", 2) for line in listing.splitlines()]
@@ -83,7 +158,10 @@ def seen_by_scontrol(description: str) -> Seen | None:
     fields = dict(_OF_A_JOB.findall(description))
     if "JobState" not in fields:
         return None
-    return _seen(fields["JobState"], fields.get("Reason", ""), fields.get("ExitCode", ""))
+    seen = _seen(fields["JobState"], fields.get("Reason", ""), fields.get("ExitCode", ""))
+    with suppress(ValueError):  # "Unknown"
+        return replace(seen, ended_at=datetime.fromisoformat(fields.get("EndTime", "")).timestamp())
+    return seen
 
 
 def seen_by_sacct(listing: str) -> Seen | None:

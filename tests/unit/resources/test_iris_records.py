@@ -1,4 +1,4 @@
-"""Reports between replicas and submitters on Iris, if the controller fails, or fails for a single job."""
+"""Reports of replicas on Iris to a controller that fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,9 +19,6 @@ from typing import Any
 import pytest
 
 import resources
-from fakes.polling import eventually
-from resources.backends.iris.lease import LeaseRenewer
-from resources.errors import BackendUnavailable, BadInput
 from resources.settings import process_environment
 
 pytestmark = pytest.mark.timeout(60)
@@ -106,61 +103,3 @@ def test_lines_that_the_controller_does_not_take_go_by_way_of_the_worker(tmp_pat
     assert "PushLogs" in asked
     assert (done.returncode, done.stdout) == (0, b"")
     assert done.stderr.decode().splitlines() == ["first", "caf\ufffd", "last", "[assay] succeeded; restarted here: 0"]
-
-
-class Controller:
-    """A controller with three jobs, which refuses every request about one of them."""
-
-    address = "controller:1"
-
-    def __init__(self) -> None:
-        self.away = False
-        self.heard: list[str] = []
-
-    def job_states(self, job_ids: Sequence[str]) -> dict[str, str]:
-        if self.away:
-            raise BackendUnavailable(expected="a controller", found="none", remedy="Wait.")
-        return dict.fromkeys(job_ids, "JOB_STATE_RUNNING")
-
-    def register(self, name: str, *, record_id: str, task_id: str, attempt: int, metadata: Mapping[str, str]) -> bool:
-        if "refused" in name:
-            raise BadInput(expected="another job", found=name, remedy="None.")
-        self.heard.append(task_id)
-        return True
-
-    def tasks(self, job_id: str, *, every_attempt: bool = False) -> list[Any]:
-        return []
-
-
-@pytest.fixture
-def controller() -> Controller:
-    return Controller()
-
-
-def lease_renewer(controller: Controller) -> LeaseRenewer:
-    return LeaseRenewer(controller, renew_seconds=0.02)  # pyright: ignore[reportArgumentType]
-
-
-def test_lease_that_is_refused_or_a_controller_that_was_away_costs_no_other_job_its_own(controller: Controller) -> None:
-    leases = lease_renewer(controller)
-    for name in ("first", "refused", "last"):
-        leases.add(f"/me/{name}-1")
-    eventually(lambda: {"/me/first-1/0", "/me/last-1/0"} <= set(controller.heard))
-    controller.away = True
-    controller.heard.clear()
-    controller.away = False
-    eventually(lambda: "/me/last-1/0" in controller.heard)
-    leases.close()
-
-
-def test_leases_of_jobs_after_a_shutdown_are_renewed_and_earlier_are_not(controller: Controller) -> None:
-    leases = lease_renewer(controller)
-    leases.add("/me/before-1")
-    eventually(lambda: controller.heard)
-    leases.close()
-    leases.add("/me/after-1")
-    eventually(lambda: "/me/after-1/0" in controller.heard)
-    controller.heard.clear()
-    eventually(lambda: len(controller.heard) > 2)
-    leases.close()
-    assert set(controller.heard[1:]) == {"/me/after-1/0"}

@@ -2,9 +2,59 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from resources.backends.slurm.states import Seen, classify_slurm, seen_by_sacct, seen_by_scontrol, seen_by_squeue
+from resources.backends.slurm.states import (
+    Seen,
+    classify_slurm,
+    from_outside,
+    seen_by_sacct,
+    seen_by_scontrol,
+    seen_by_squeue,
+)
+
+HELD = "launch failed requeued held"
+KNOWN = {"status": "running", "reason": None, "attempts": 1, "failures": 0, "preemptions": 0}
+
+
+@pytest.mark.parametrize(
+    ("seen", "context", "status", "words", "preemptions"),
+    [
+        (Seen("RUNNING"), {}, "running", None, 0),
+        (Seen("PENDING", "Resources"), {}, "pending", "Resources", 0),
+        (None, {}, "failed", "knows Slurm's job 7 no more", 0),
+        (None, {"is_to_stop": True}, "stopped", "terminated", 0),
+        (Seen("CANCELLED"), {}, "stopped", "scancel", 0),
+        (Seen("CANCELLED"), {"is_to_stop": True}, "stopped", "terminated", 0),
+        (Seen("FAILED", exit_code=-9), {"is_owned": True}, "pending", "is queued again", 0),
+        (Seen("FAILED", exit_code=-9), {"is_recent": True}, "pending", "is queued again", 0),
+        (Seen("FAILED", exit_code=-9), {}, "failed", "scontrol requeue", 1),
+        (Seen("NODE_FAIL", is_forgotten=True), {"is_owned": True}, "failed", "cannot queue it again", 1),
+        (Seen("TIMEOUT"), {"is_owned": True, "max_retries_preemption": 0}, "failed", "ended from outside once", 1),
+        (Seen("FAILED", exit_code=1), {"is_owned": True}, "failed", "read /jobs/batch.log", 0),
+        (Seen("OUT_OF_MEMORY"), {"is_owned": True}, "failed", "resources.ram", 0),
+        (Seen("PENDING", HELD), {"is_owned": True}, "pending", "is queued again", 0),
+        (Seen("PENDING", HELD), {}, "pending", "scontrol release", 0),
+        (Seen("PENDING", HELD), {"max_retries_preemption": 0}, "failed", "a node could not start", 1),
+    ],
+)
+def test_state_of_an_unfinished_job_from_outside(
+    seen: Seen | None, context: dict[str, Any], status: str, words: str | None, preemptions: int
+) -> None:
+    options = {"max_retries_preemption": 5, "is_to_stop": False, "is_owned": False, "is_recent": False, **context}
+    now = from_outside(KNOWN, seen, name="Slurm's job 7", log=Path("/jobs/batch.log"), **options)
+    assert (now["status"], now["preemptions"], now["attempts"]) == (status, preemptions, 1)
+    assert now["reason"] == words if words is None else words in now["reason"]
+
+
+def test_failure_that_slurm_shows_during_a_requeue_is_a_preemption() -> None:
+    options = {"max_retries_preemption": 5, "is_to_stop": False, "is_owned": True, "is_recent": True}
+    known = {**KNOWN, "left_machines": True}
+    now = from_outside(known, Seen("FAILED", exit_code=1), name="Slurm's job 7", log=Path("batch.log"), **options)
+    assert now["status"] == "pending"
 
 
 @pytest.mark.parametrize(
@@ -37,13 +87,12 @@ def test_state_of_a_batch_job_that_said_nothing_counts_as(state: str, exit_code:
 
 
 def test_squeue_lists_states_and_what_jobs_wait_for() -> None:
-    held = "launch failed requeued held"
-    seen = seen_by_squeue(f"12|RUNNING|None\n13|PENDING|BeginTime\n14|PENDING|Resources\n15|PENDING|{held}\n")
+    seen = seen_by_squeue(f"12|RUNNING|None\n13|PENDING|BeginTime\n14|PENDING|Resources\n15|PENDING|{HELD}\n")
     assert seen == {
         "12": Seen("RUNNING"),
         "13": Seen("PENDING", "BeginTime"),
         "14": Seen("PENDING", "Resources"),
-        "15": Seen("PENDING", held),
+        "15": Seen("PENDING", HELD),
     }
     assert [seen[job].waits_after_requeue for job in ("12", "13", "14", "15")] == [False, True, False, False]
     assert [seen[job].was_not_launched for job in ("12", "13", "14", "15")] == [False, False, False, True]
