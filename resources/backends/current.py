@@ -35,9 +35,9 @@ class Backend(NamedTuple):
 
 
 BACKENDS: dict[str, Backend] = {
-    "local": Backend("resources.backends.local.entry", "local"),
+    "local": Backend("resources.backends.local.client", "local"),
     "ray": Backend("resources.backends.ray.client", "ray://auto, ray://host:10001", package="ray"),
-    "iris": Backend("resources.backends.iris.entry", "iris://host:port", package="iris"),
+    "iris": Backend("resources.backends.iris.client", "iris://host:port", package="iris"),
     "kubernetes": Backend(
         "resources.backends.kubernetes.client",
         "kubernetes://context/namespace?queue=name",
@@ -45,7 +45,7 @@ BACKENDS: dict[str, Backend] = {
         options=frozenset({"queue"}),
     ),
     "slurm": Backend(
-        "resources.backends.slurm.entry",
+        "resources.backends.slurm.client",
         "slurm://partition?account=name&time=12:00:00",
         options=frozenset({"account", "constraint", "qos", "reservation", "time"}),
     ),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import subprocess
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 TPU_LOCKFILE = Path("/tmp/libtpu_lockfile")
 _SUDO_SECONDS = 20.0
@@ -14,22 +14,17 @@ _SUDO_SECONDS = 20.0
 _log = logging.getLogger(__name__)
 
 
-class remove_tpu_lockfile_on_exit(ContextDecorator):  # lower case, as it is used like a function
+@contextmanager
+def remove_tpu_lockfile_on_exit(*, path: Path = TPU_LOCKFILE) -> Iterator[None]:
     """Removes the lock file before and after a `with` block, or each call of a function that it decorates.
 
     Only for the holder of all chips of the host: it would also remove the lock of a living process.
     """
-
-    def __init__(self, *, path: Path = TPU_LOCKFILE) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        _remove(self._path)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        _remove(self._path)
+    _remove(path)
+    try:
+        yield
+    finally:
+        _remove(path)
 
 
 def _remove(path: Path) -> None:

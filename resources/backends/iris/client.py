@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
 
-from resources.backends.iris.controller import Controller, Launch
+from resources.backends.iris.connection import IrisController, Launch
 from resources.backends.iris.job import CALLABLE, COMMAND, IrisJob, unknown_job
 from resources.backends.iris.resources import Group, check_groups, placement
 from resources.backends.iris.states import job_status, name_of, reason
@@ -55,7 +55,7 @@ class IrisClient:
 
     def __init__(
         self,
-        controller: Controller,
+        controller: IrisController,
         *,
         grace_seconds: float = 10.0,
         poll_seconds: float = POLL_SECONDS,
@@ -214,6 +214,13 @@ class IrisClient:
     def _user(self) -> str:
         task = iris_task()
         return self._known_user or (task.split("/")[1] if task else getpass.getuser())
+
+
+def client_from_address(host: str, path: str) -> IrisClient:
+    """Returns the client of the cluster with the controller `host` (`host:port`); ignores `path`."""
+    if not host:
+        raise BadInput(expected="iris://host:port", found=f"iris:{path}", remedy="Correct ASSAY_JOBS.")
+    return IrisClient(IrisController(host))
 
 
 def _variables_by_tpu_type(resources: ResourceConfig) -> dict[str, dict[str, str]]:

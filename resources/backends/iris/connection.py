@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -30,9 +30,9 @@ from iris.rpc.compression import IRIS_RPC_COMPRESSIONS
 from iris.rpc.controller_connect import ControllerServiceClientSync
 from iris.version import client_revision_date
 
-from resources.backends.iris.controller import RESULTS, Launch
-from resources.backends.iris.resources import Group
+from resources.backends.iris.resources import Group, Placement
 from resources.backends.iris.states import Attempt, Seen, Task
+from resources.backends.programs.iris_records import RESULTS
 from resources.config import GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, UnsatisfiableResources
 
@@ -45,8 +45,30 @@ Answer = TypeVar("Answer")
 _C = controller_pb2.Controller
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Submission of a job to the controller."""
+
+    job_id: str
+    command: Sequence[str]
+    files: Mapping[str, bytes]
+    """Files to write below the job's working directory on the worker."""
+    placement: Placement
+    resources: ResourceConfig
+    bundle: bytes
+    """Zip of the workspace; empty without a workspace."""
+    variables: Mapping[str, str] = field(repr=False)
+    pip_packages: Sequence[str]
+    extras: Sequence[str]
+    image: str | None
+    installs: bool
+    """True if a container installs the workspace's project and the packages before it starts."""
+    max_retries_failure: int
+    max_retries_preemption: int
+
+
 class IrisController:
-    """Client of a cluster's controller that retries passing errors for a limited time.
+    """Client of a cluster's controller; retries passing errors for a limited time, then raises `BackendUnavailable`.
 
     Args:
         address: `host:port` or a URL.
@@ -70,6 +92,7 @@ class IrisController:
         self._logs = LogServiceClientSync(url, timeout_ms=int(_CALL_SECONDS * 1000), interceptors=interceptors)
 
     def launch(self, launch: Launch) -> str:
+        """Submits a job and returns its id, in which the controller may put its own name for the user."""
         resources = job_pb2.ResourceSpecProto(
             cpu_millicores=launch.placement.cpu_millicores,
             memory_bytes=launch.placement.memory_bytes,
@@ -125,10 +148,12 @@ class IrisController:
             raise self._refused(error) from error
 
     def job_states(self, job_ids: Sequence[str]) -> dict[str, str]:
+        """Returns Iris' state of each known job; unknown ids are missing."""
         response = self.ask(lambda: self._calls.get_job_state(_C.GetJobStateRequest(job_ids=list(job_ids))))
         return {job_id: job_pb2.JobState.Name(state) for job_id, state in response.states.items()}
 
     def job(self, job_id: str) -> Seen | None:
+        """Returns a job, or None if the controller has no job of this id."""
         try:
             response = self._asked(lambda: self._calls.get_job_status(_C.GetJobStatusRequest(job_id=job_id)))
         except ConnectError as error:
@@ -138,6 +163,7 @@ class IrisController:
         return replace(_seen(response.job), command=tuple(response.request.entrypoint.run_command.argv))
 
     def jobs(self, prefix: str) -> list[Seen]:
+        """Returns the jobs with this id prefix, newest first."""
         jobs_by_id: dict[str, Seen] = {}  # by id: a job submitted meanwhile shifts the others to the next page
         offset = 0
         while True:
@@ -155,18 +181,22 @@ class IrisController:
                 return list(jobs_by_id.values())
 
     def tasks(self, job_id: str, *, every_attempt: bool = False) -> list[Task]:
+        """Returns the tasks of a job in order, each with its last attempt or, for more calls, with all attempts."""
         response = self.ask(lambda: self._calls.list_tasks(_C.ListTasksRequest(job_id=job_id)))
         listed = sorted(map(_task, response.tasks), key=lambda task: int(task.task_id.rpartition("/")[2]))
         return [self._whole(task) if every_attempt and task.attempt > 0 else task for task in listed]
 
     def terminate(self, job_id: str) -> None:
+        """Ends a job and its children; returns before they have ended."""
         self.ask(lambda: self._calls.terminate_job(_C.TerminateJobRequest(job_id=job_id)))
 
     def records(self, name: str) -> dict[str, dict[str, str]]:
+        """Returns the metadata registered under a name, keyed by the last part of the record id."""
         response = self.ask(lambda: self._calls.list_endpoints(_C.ListEndpointsRequest(prefix=name, exact=True)))
         return {endpoint.endpoint_id.rpartition("#")[2]: dict(endpoint.metadata) for endpoint in response.endpoints}
 
     def register(self, name: str, *, record_id: str, task_id: str, attempt: int, metadata: Mapping[str, str]) -> bool:
+        """Registers metadata under a name, replacing a record of the same id; False if the attempt is not current."""
         request = _C.RegisterEndpointRequest(
             name=name, endpoint_id=record_id, address="-", task_id=task_id, attempt_id=attempt, metadata=dict(metadata)
         )
@@ -179,6 +209,7 @@ class IrisController:
         return True
 
     def log_lines(self, task_id: str, max_lines: int) -> list[tuple[int, str]]:
+        """Returns the last lines of a task, each with the number of the attempt that wrote it."""
         request = logging_pb2.FetchLogsRequest(
             source=f"{task_id}:", match_scope=logging_pb2.MATCH_SCOPE_PREFIX, max_lines=max_lines, tail=True
         )
@@ -186,6 +217,7 @@ class IrisController:
         return [(entry.attempt_id, entry.data) for entry in entries]
 
     def log_lines_after(self, task_id: str, cursor: int, max_lines: int) -> tuple[list[tuple[int, str]], int]:
+        """Returns the first lines of a task after a cursor (0: start of the log), and the next cursor."""
         request = logging_pb2.FetchLogsRequest(
             source=f"{task_id}:", match_scope=logging_pb2.MATCH_SCOPE_PREFIX, max_lines=max_lines, cursor=cursor
         )
@@ -193,6 +225,7 @@ class IrisController:
         return [(entry.attempt_id, entry.data) for entry in logs.entries], logs.cursor if logs.entries else cursor
 
     def result(self, task_id: str, *, attempt: int) -> str | None:
+        """Returns the result that a task wrote in an attempt, base64-encoded, or None."""
         request = logging_pb2.FetchLogsRequest(
             source=f"{RESULTS}{task_id}:{attempt}", match_scope=logging_pb2.MATCH_SCOPE_EXACT, max_lines=1, tail=True
         )
@@ -200,6 +233,7 @@ class IrisController:
         return entries[-1].data if entries else None
 
     def groups(self) -> list[Group]:
+        """Returns the kinds of machines that the cluster can start; empty if it starts none."""
         response = self.ask(lambda: self._calls.get_autoscaler_status(_C.GetAutoscalerStatusRequest()))
         return [_group(group.config) for group in response.status.groups]
 

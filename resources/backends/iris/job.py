@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from resources.backends.iris.controller import LEASE, RECORDS, STOP, Controller, tell
+from resources.backends.iris.connection import IrisController
 from resources.backends.iris.states import (
     MARK,
     UNSATISFIABLE,
@@ -20,6 +20,8 @@ from resources.backends.iris.states import (
     reason,
     restarts,
 )
+from resources.backends.programs.iris_records import LEASE, STOP
+from resources.backends.programs.iris_records import NAME as RECORDS
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_hosts
@@ -45,7 +47,7 @@ class IrisJob:
         hosts: number of tasks per replica.
     """
 
-    def __init__(self, controller: Controller, job_id: str, *, hosts: int, grace_seconds: float) -> None:
+    def __init__(self, controller: IrisController, job_id: str, *, hosts: int, grace_seconds: float) -> None:
         self._controller = controller
         self._job_id = job_id
         self._hosts = hosts
@@ -264,10 +266,32 @@ def _is_last(line: str) -> bool:
     return line.startswith(MARK) and line != _AGAIN
 
 
-def unknown_job(controller: Controller, job_id: str) -> BadInput:
+def unknown_job(controller: IrisController, job_id: str) -> BadInput:
     """Returns the error for an id without a job on the cluster."""
     return BadInput(
         expected=f"the id of a job on the Iris cluster {controller.address}, such as /user/name-0123abcd",
         found=repr(job_id),
         remedy="Choose a job that is listed there; old jobs are removed.",
     )
+
+
+def tell(
+    controller: IrisController, job_id: str, record_name: str, metadata: Mapping[str, str], *, attempt: int = 0
+) -> int | None:
+    """Registers a record for a job's replicas at a task; returns the task's attempt, or None if all tasks have ended.
+
+    The record is removed when that attempt ends.
+
+    Args:
+        record_name: `LEASE` or `STOP`.
+        attempt: probable current attempt of the first task; a correct value saves a call.
+    """
+    name, record_id = f"{job_id}/{RECORDS}", f"{job_id}#{record_name}"
+    if controller.register(name, record_id=record_id, task_id=f"{job_id}/0", attempt=attempt, metadata=metadata):
+        return attempt
+    for task in controller.tasks(job_id):
+        if not task.is_over and controller.register(
+            name, record_id=record_id, task_id=task.task_id, attempt=task.attempt, metadata=metadata
+        ):
+            return task.attempt
+    return None

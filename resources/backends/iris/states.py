@@ -9,16 +9,14 @@ from typing import Literal
 
 from resources.backends.programs.attempts import Outcome
 from resources.backends.programs.endings import ENDINGS
+from resources.backends.programs.iris_records import GAVE_UP, MARK
 from resources.jobs.jobs import JobStatus
 
 Ending = Outcome | Literal["stopped", "unsatisfiable"]
 
-MARK = "[assay] "
-"""Prefix of the line in which `iris_replica.py` reports how it ended; Iris also keeps it as the attempt's error."""
 UNSATISFIABLE = "JOB_STATE_UNSCHEDULABLE"
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _SAID = re.compile(re.escape(MARK) + r"(?P<reason>.*?)(?:; restarted here: (?P<restarts>\d+))?\s*$", re.DOTALL)
-_GAVE_UP = "gave up: "
 _SHOWN_CHARACTERS = 500
 
 _JOBS = {
@@ -117,7 +115,7 @@ def classify_iris(state: str, *, error: str = "", job_stopped: bool = True) -> E
     as preempted.
     """
     ending = _ATTEMPTS.get(state)
-    if ending == "failed" and end_reason(error).startswith(_GAVE_UP):
+    if ending == "failed" and end_reason(error).startswith(GAVE_UP):
         return ENDINGS["signalled"]
     return ENDINGS["place taken"] if ending == "stopped" and not job_stopped else ending
 
@@ -151,7 +149,7 @@ def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[i
                 attempt.state, error=attempt.error, job_stopped=status is JobStatus.STOPPED or task.is_over
             )
             failures += ending == "failed"
-            taken += ending == "preempted" and not end_reason(attempt.error).startswith(_GAVE_UP)
+            taken += ending == "preempted" and not end_reason(attempt.error).startswith(GAVE_UP)
             preemptions_here += restarts(attempt.error)
         preemptions_of_tasks.append(taken)
     tasks_and_restarts = zip(tasks, restarts_now or [0] * len(tasks), strict=True)

@@ -26,7 +26,7 @@ from resources.backends.processes import (
     workspace_of,
 )
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
-from resources.errors import UnsatisfiableResources
+from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.calls import pickled
 from resources.jobs.jobs import Call, JobDetails, JobRequest, create_environment
 from resources.jobs.waiting import while_running
@@ -123,6 +123,15 @@ class LocalClient:
             job.request_stop()
         for job in jobs:
             job.terminate()
+
+
+def client_from_address(host: str, path: str) -> LocalClient:
+    """Returns the client for the jobs in the folder `path` of this machine (empty: the default folder)."""
+    if host:
+        raise BadInput(
+            expected="local, or local:///folder", found=f"local://{host}{path}", remedy="Correct ASSAY_JOBS."
+        )
+    return LocalClient(Path(path)) if path else local_client()
 
 
 def local_client() -> LocalClient:

@@ -21,6 +21,8 @@ from typing import Any
 NAME = "assay"
 """Last part of the name of a job's records; the job's id precedes it."""
 LEASE, STOP = "lease", "stop"
+MARK, GAVE_UP = "[assay] ", "gave up: "
+"""Prefixes of the line in which a replica reports how it ended; Iris also keeps it as the attempt's error."""
 WAITING, RUNNING, DONE, ENDING, STOPPED = "waiting", "running", "done", "ending", "stopped"
 RESULTS = "/assay/results"
 """Key prefix in the controller's log for the results of tasks; the logs of a job do not include it."""

@@ -31,10 +31,20 @@ from urllib.error import HTTPError
 import iris_records
 from attempts import FINISHED, Attempts, Outcome
 from endings import end_marked, outcome_of_supervised
-from iris_records import DONE, ENDING, RUNNING, STOPPED, WAITING, Records, call_controller, hand_over, push_lines
+from iris_records import (
+    DONE,
+    ENDING,
+    GAVE_UP,
+    MARK,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    Records,
+    call_controller,
+    hand_over,
+    push_lines,
+)
 
-MARK = "[assay] "
-GAVE_UP = "gave up: "
 _AGAIN = "another attempt"
 _REPLICA_POLL_SECONDS = 0.05
 _WAIT_SECONDS = 0.2

@@ -34,7 +34,7 @@ from resources.backends.slurm.job import LEASE, SLURM_ID, SlurmJob
 from resources.backends.slurm.resources import check_nodes, refuse_what_slurm_lacks, sbatch_options, warning_seconds
 from resources.backends.slurm.slurm import Slurm, limit_warning
 from resources.config import ResourceConfig
-from resources.errors import AssayError, UnsatisfiableResources
+from resources.errors import AssayError, BadInput, UnsatisfiableResources
 from resources.jobs.calls import pickled
 from resources.jobs.jobs import Call, JobDetails, JobRequest, create_environment
 from resources.jobs.packaging import package_workspace, unpack
@@ -204,6 +204,13 @@ class SlurmClient:
             with suppress(OSError):  # another process may be pruning too
                 if workspace.name not in kept and time.time() - workspace.stat().st_mtime > 86400:
                     shutil.rmtree(workspace)
+
+
+def client_from_address(host: str, path: str, **options: str) -> SlurmClient:
+    """Returns the client of the partition `host` (empty: the cluster's default); `options` are options of `sbatch`."""
+    if path.strip("/"):
+        raise BadInput(expected="slurm://partition", found=f"slurm://{host}{path}", remedy="Correct ASSAY_JOBS.")
+    return SlurmClient(Slurm(host, options=options))
 
 
 def _moved(path: Path, folder: Path, *, to: Path) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from resources.backends.iris.controller import RECORDS, STOP, Controller
-from resources.backends.iris.job import IrisJob
+from resources.backends.iris.connection import IrisController
+from resources.backends.iris.job import RECORDS, STOP, IrisJob
 from resources.backends.iris.states import Task
 from resources.jobs.jobs import JobStatus
 
@@ -50,7 +50,7 @@ class LateController:
 
 def test_task_that_starts_after_the_order_to_end_still_receives_it() -> None:
     controller = LateController()
-    job = IrisJob(cast("Controller", controller), JOB, hosts=1, grace_seconds=0)
+    job = IrisJob(cast("IrisController", controller), JOB, hosts=1, grace_seconds=0)
     job.terminate()
     assert controller.seen[STOP] == {"reason": "terminated"}
     assert (controller.ended, job.status()) == ([JOB], JobStatus.STOPPED)
