@@ -45,6 +45,9 @@ class FolderJob(ABC):
     def _file(self, name: str, replica: int) -> Path:
         """Returns a file of a replica: replica.log, announced or result."""
 
+    @abstractmethod
+    def terminate(self) -> None: ...
+
     @property
     def job_id(self) -> str:
         return self._folder.name
@@ -141,7 +144,7 @@ class JobFolders(Generic[Job]):
         """Writes the files of a pending job, and returns its folder.
 
         Args:
-            call: pickle of the request's callable, if it has one.
+            call: pickle of the request's callable; None for a command.
             imports: folders for `sys.path` of a callable.
             further: fields of the backend in `specification.json`.
         """
@@ -186,7 +189,7 @@ class JobFolders(Generic[Job]):
         return sorted(jobs, key=lambda details: details.submitted_at or 0.0, reverse=True)
 
     def prune(self) -> list[Job]:
-        """Removes the finished jobs that are not among the 200 whose state changed last; returns the other jobs."""
+        """Removes finished jobs except the 200 with the latest changes of state; returns the jobs that it keeps."""
         changed_at: dict[Path, float] = {}
         for status in self.root.glob(f"*/{_STATUS}"):
             with suppress(OSError):  # another process may be pruning too

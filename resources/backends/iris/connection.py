@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from connectrpc.code import Code
 from connectrpc.errors import ConnectError
@@ -210,27 +210,25 @@ class IrisController:
 
     def log_lines(self, task_id: str, max_lines: int) -> list[tuple[int, str]]:
         """Returns the last lines of a task, each with the number of the attempt that wrote it."""
-        request = logging_pb2.FetchLogsRequest(
-            source=f"{task_id}:", match_scope=logging_pb2.MATCH_SCOPE_PREFIX, max_lines=max_lines, tail=True
-        )
-        entries = self.ask(lambda: self._logs.fetch_logs(request)).entries
-        return [(entry.attempt_id, entry.data) for entry in entries]
+        logs = self._logs_of(f"{task_id}:", max_lines=max_lines, tail=True)
+        return [(entry.attempt_id, entry.data) for entry in logs.entries]
 
     def log_lines_after(self, task_id: str, cursor: int, max_lines: int) -> tuple[list[tuple[int, str]], int]:
         """Returns the first lines of a task after a cursor (0: start of the log), and the next cursor."""
-        request = logging_pb2.FetchLogsRequest(
-            source=f"{task_id}:", match_scope=logging_pb2.MATCH_SCOPE_PREFIX, max_lines=max_lines, cursor=cursor
-        )
-        logs = self.ask(lambda: self._logs.fetch_logs(request))
+        logs = self._logs_of(f"{task_id}:", max_lines=max_lines, cursor=cursor)
         return [(entry.attempt_id, entry.data) for entry in logs.entries], logs.cursor if logs.entries else cursor
 
     def result(self, task_id: str, *, attempt: int) -> str | None:
         """Returns the result that a task wrote in an attempt, base64-encoded, or None."""
-        request = logging_pb2.FetchLogsRequest(
-            source=f"{RESULTS}{task_id}:{attempt}", match_scope=logging_pb2.MATCH_SCOPE_EXACT, max_lines=1, tail=True
-        )
-        entries = self.ask(lambda: self._logs.fetch_logs(request)).entries
+        scope = logging_pb2.MATCH_SCOPE_EXACT
+        entries = self._logs_of(f"{RESULTS}{task_id}:{attempt}", scope=scope, max_lines=1, tail=True).entries
         return entries[-1].data if entries else None
+
+    def _logs_of(
+        self, source: str, *, scope: logging_pb2.MatchScope = logging_pb2.MATCH_SCOPE_PREFIX, **options: Any
+    ) -> logging_pb2.FetchLogsResponse:
+        request = logging_pb2.FetchLogsRequest(source=source, match_scope=scope, **options)
+        return self.ask(lambda: self._logs.fetch_logs(request))
 
     def groups(self) -> list[Group]:
         """Returns the kinds of machines that the cluster can start; empty if it starts none."""

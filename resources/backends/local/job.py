@@ -30,7 +30,7 @@ class LocalJob(FolderJob):
     def process_details(self) -> dict[str, Any]:
         """Returns its `status.json`, with the supervisor's process id, and each replica's process id and exit code.
 
-        A job whose supervisor was killed has failed.
+        A job with a killed supervisor has failed.
         """
         details = self._known()
         if not JobStatus(details["status"]).finished and not self._is_supervised(details):

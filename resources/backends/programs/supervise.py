@@ -101,9 +101,14 @@ class Supervisor:
     def _outcome(self) -> Outcome | None:
         self._reap()
         starved = self._oom.has_struck()
-        causes = [None if code is None else cause_of_exit(code, out_of_memory=starved) for code in self._codes()]
-        self._ended_by = OUT_OF_MEMORY if "out of memory" in causes else None
-        return outcome_of([cause and ENDINGS[cause] for cause in causes], stopping=self._stop_reason is not None)
+        outcomes: list[Outcome | None] = []
+        self._ended_by = None
+        for code in self._codes():
+            cause = None if code is None else cause_of_exit(code, out_of_memory=starved)
+            outcomes.append(cause and ENDINGS[cause])
+            if cause == "out of memory":
+                self._ended_by = OUT_OF_MEMORY
+        return outcome_of(outcomes, stopping=self._stop_reason is not None)
 
     def _codes(self) -> list[int | None]:
         return [self._exit_codes.get(replica.pid) if replica else _NOT_STARTED for replica in self._replicas]

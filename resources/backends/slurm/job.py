@@ -13,7 +13,7 @@ from typing import Any
 
 from resources.backends.job_folders import FolderJob
 from resources.backends.slurm.slurm import Slurm
-from resources.backends.slurm.states import LOST, Seen, from_outside
+from resources.backends.slurm.states import LOST, Seen, after_failed_launch, from_outside
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobStatus
 from resources.jobs.waiting import growing_pauses
@@ -60,20 +60,23 @@ class SlurmJob(FolderJob):
         if not slurm_id:
             return True
         seen = self._slurm.state(slurm_id)
+        is_to_stop = (self._folder / _STOP).exists()
+        if seen is not None and seen.was_not_launched and not is_to_stop:
+            budget: int = self._specification["max_retries_preemption"]
+            now = after_failed_launch(known, name=_named(slurm_id), max_retries_preemption=budget)
+            self._write(now)
+            has_failed = JobStatus(now["status"]).finished
+            (self._slurm.cancel if has_failed else self._slurm.release)(slurm_id)
+            return not has_failed
         now = self._details(known, seen)
         if JobStatus(now["status"]).finished:
             if now != self._read():
                 self._write(now)
-            if seen is not None and seen.was_not_launched:
-                self._slurm.cancel(slurm_id)
             return False
-        if seen is None or (self._folder / _STOP).exists():
+        if seen is None or is_to_stop:
             return True
         if seen.waits_after_requeue and known.get("all_ended"):  # otherwise a copy may run on a lost node
             self._slurm.start_now(slurm_id)
-        elif seen.was_not_launched:
-            self._write({**known, "preemptions": known["preemptions"] + 1, "all_ended": False})
-            self._slurm.release(slurm_id)
         elif seen.has_ended:
             if seen.state not in LOST:
                 self._write({**known, "left_machines": True, "all_ended": True})
@@ -144,7 +147,7 @@ class SlurmJob(FolderJob):
         return from_outside(
             known,
             seen,
-            name=f"Slurm's job {slurm_id}",
+            name=_named(slurm_id),
             max_retries_preemption=self._specification["max_retries_preemption"],
             is_to_stop=(self._folder / _STOP).exists(),
             is_owned=self._is_owned(),
@@ -158,3 +161,7 @@ class SlurmJob(FolderJob):
         except FileNotFoundError:
             return False
         return time.time() - renewed_at < 2 * self._specification["lease_seconds"]
+
+
+def _named(slurm_id: str) -> str:
+    return f"Slurm's job {slurm_id}"

@@ -121,8 +121,10 @@ def from_outside(
             words = f"Slurm knows {name} no more, and its program did not report how it ended"
             return state(JobStatus.FAILED, words)
     elif seen.was_not_launched and not is_to_stop:
-        again = "it is queued again" if is_owned else "waits for `scontrol release`"
-        return preempted(f"a node could not start {name}", again)
+        words = f"a node could not start {name}"
+        if is_owned:  # the submitter counts it before it releases the job: a reader would count it twice in between
+            return state(JobStatus.PENDING, f"{words}, and its submitter queues it again within its budget")
+        return preempted(words, "waits for `scontrol release`")
     elif seen.is_waiting:
         return state(JobStatus.PENDING, f"{name} waits: {seen.reason or seen.state}")
     else:
@@ -145,6 +147,14 @@ def from_outside(
             return state(JobStatus.FAILED, OUT_OF_MEMORY, failures=known["failures"] + 1)
         case _:
             return state(JobStatus.FAILED, f"{words}; read {log}", failures=known["failures"] + 1)
+
+
+def after_failed_launch(known: Mapping[str, Any], *, name: str, max_retries_preemption: int) -> dict[str, Any]:
+    """Returns the `status.json` of a job that Slurm holds after a failed launch; final if its budget is used up."""
+    attempts = Attempts(0, max_retries_preemption, preemptions=known["preemptions"])
+    counted, final = attempts.ended("preempted", f"a node could not start {name}")
+    ended = final._asdict() if final else {}
+    return {**known, "preemptions": counted.preemptions, "all_ended": False, **ended}
 
 
 def seen_by_squeue(listing: str) -> dict[str, Seen]:
