@@ -339,7 +339,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         worker = stack.enter_context(prefect.worker(LOCAL_WORK_POOL))
         story.deploy("facts", "shared")
         story.look("nothing yet")
-        watch = [str(_BIN / "assay"), "watch", story.policy, "--every", "1s"]
+        watch = [str(_BIN / "assay"), "notify", story.policy, "--every", "1s"]
         watcher = stack.enter_context(subprocess.Popen(watch, env=prefect.environment()))
         stack.callback(watcher.terminate)
         arrive_shard_by_shard(story)
