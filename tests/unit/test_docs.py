@@ -287,22 +287,11 @@ def default_text(field: FieldInfo) -> str:
 
 
 def commands_list() -> str:
-    """Lists every subcommand with its arguments and options; `--help` explains them."""
-    parts = []
-    for name, command in commands().items():
-        options = ", ".join(f"`{option_text(option)}`" for option in options_of(command))
-        help_text = str(inspect.getdoc(command.default_command)).partition("\n\nArgs:")[0]
-        parts.append(f"### assay {name}\n\n{help_text}\n\n{options}\n")
-    return "\n".join(parts)
-
-
-def option_text(option: Any) -> str:
-    """Formats an option with its default, or an argument in capitals, in brackets if it is optional."""
-    names = "/".join(option.names)
-    if not names.startswith("-"):
-        return names if option.required else f"[{names}]"
-    default = option.field_info.default
-    return names if default in (None, (), True, False) else f"{names}={default}"
+    """Lists the subcommands with what they do; `--help` has their options."""
+    texts = {
+        name: str(inspect.getdoc(each.default_command)).partition("\n\nArgs:")[0] for name, each in commands().items()
+    }
+    return "".join(entry(f"assay {name}", "", " ".join(text.split())) for name, text in texts.items())
 
 
 def options_of(command: Any) -> list[Any]:
