@@ -24,9 +24,6 @@ ExportFormat = Literal["csv", "jsonl", "parquet"]
 Kind = Literal["text", "whole", "number", "yes or no", "time", "texts"]
 
 
-_NOTHING_NOTICED = BenchmarkDetails(questions=0)
-
-
 class Measured(NamedTuple):
     """Source of a row: a metric, or a benchmark without metrics; `split` has the values of `SPLIT_COLUMNS`."""
 
@@ -35,29 +32,17 @@ class Measured(NamedTuple):
     metric: Metric | None
     split: Mapping[str, Any] = MappingProxyType({})
 
+    @property
+    def details(self) -> BenchmarkDetails | None:
+        return self.record.noticed(self.benchmark)
 
-def _counted(name: str) -> Callable[[Measured], int | None]:
-    def count(row: Measured) -> int | None:
-        counts: Counts | None = row.record.counts
-        return getattr(counts, name) if counts else None
+    @property
+    def completed(self) -> float | None:
+        return self.details.completed.get(self.metric.name) if self.details and self.metric else None
 
-    return count
-
-
-def _measured(name: str) -> Callable[[Measured], Any]:
-    return lambda row: getattr(row.metric, name) if row.metric else None
-
-
-def _details(row: Measured) -> BenchmarkDetails:
-    return row.record.noticed(row.benchmark) or _NOTHING_NOTICED
-
-
-def _noticed(name: str) -> Callable[[Measured], int | None]:
-    def count(row: Measured) -> int | None:
-        details = _details(row)
-        return None if details is _NOTHING_NOTICED else getattr(details, name)
-
-    return count
+    @property
+    def chip_seconds(self) -> float | None:
+        return None if self.record.cost.replica_seconds is None else self.record.chip_seconds
 
 
 SPLIT_COLUMNS: dict[str, Kind] = {
@@ -68,78 +53,73 @@ SPLIT_COLUMNS: dict[str, Kind] = {
 """Columns with the metric over questions that were not found in training texts (clean) and that were (flagged)."""
 
 
-def _of_split(name: str) -> Callable[[Measured], Any]:
-    return lambda row: row.split.get(name)
-
-
-def _cost(name: str) -> Callable[[Measured], Any]:
-    return lambda row: getattr(row.record.cost, name)
-
-
-def _predicted(name: str) -> Callable[[Measured], Any]:
+def _at(path: str) -> Callable[[Measured], Any]:
     def value(row: Measured) -> Any:
-        predicted = row.record.cost.predicted
-        return getattr(predicted, name) if predicted else None
+        found: Any = row
+        for name in path.split("."):
+            found = None if found is None else getattr(found, name)
+        return found
 
     return value
 
 
-def _date(row: Measured) -> str | None:
-    return row.record.cost.as_of.isoformat() if row.record.cost.as_of else None
-
-
-def _chip_seconds(row: Measured) -> float | None:
-    return None if row.record.cost.replica_seconds is None else row.record.chip_seconds
+def _of_split(name: str) -> Callable[[Measured], Any]:
+    return lambda row: row.split.get(name)
 
 
 COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
-    "run": ("text", lambda row: row.record.checkpoint.run),
-    "step": ("whole", lambda row: row.record.checkpoint.step),
-    "checkpoint": ("text", lambda row: row.record.checkpoint.name),
-    "evaluator": ("text", lambda row: row.record.evaluator),
-    "benchmark": ("text", lambda row: row.benchmark),
-    "metric": ("text", _measured("name")),
-    "value": ("number", _measured("value")),
-    "stderr": ("number", _measured("stderr")),
-    "low": ("number", _measured("low")),
-    "high": ("number", _measured("high")),
-    "n": ("whole", _measured("n")),
-    "higher_is_better": ("yes or no", _measured("higher_is_better")),
-    "smooth": ("yes or no", _measured("smooth")),
-    "status": ("text", lambda row: row.record.status),
-    "reason": ("text", lambda row: row.record.reason),
-    **{name: ("whole", _counted(name)) for name in Counts.model_fields},
-    "benchmark_truncated": ("whole", _noticed("truncated")),
-    "benchmark_skipped": ("whole", _noticed("skipped")),
-    "at_limit": ("whole", _noticed("at_limit")),
-    "completed_value": ("number", lambda row: _details(row).completed.get(row.metric.name) if row.metric else None),
+    "run": ("text", _at("record.checkpoint.run")),
+    "step": ("whole", _at("record.checkpoint.step")),
+    "checkpoint": ("text", _at("record.checkpoint.name")),
+    "evaluator": ("text", _at("record.evaluator")),
+    "benchmark": ("text", _at("benchmark")),
+    "metric": ("text", _at("metric.name")),
+    "value": ("number", _at("metric.value")),
+    "stderr": ("number", _at("metric.stderr")),
+    "low": ("number", _at("metric.low")),
+    "high": ("number", _at("metric.high")),
+    "n": ("whole", _at("metric.n")),
+    "higher_is_better": ("yes or no", _at("metric.higher_is_better")),
+    "smooth": ("yes or no", _at("metric.smooth")),
+    "status": ("text", _at("record.status")),
+    "reason": ("text", _at("record.reason")),
+    **{name: ("whole", _at(f"record.counts.{name}")) for name in Counts.model_fields},
+    "benchmark_truncated": ("whole", _at("details.truncated")),
+    "benchmark_skipped": ("whole", _at("details.skipped")),
+    "at_limit": ("whole", _at("details.at_limit")),
+    "completed_value": ("number", _at("completed")),
     "max_eval_instances": ("whole", lambda row: row.record.evaluation.get("max_eval_instances")),
     **{name: (kind, _of_split(name)) for name, kind in SPLIT_COLUMNS.items()},
-    "evaluation_hash": ("text", lambda row: row.record.evaluation_hash),
+    "evaluation_hash": ("text", _at("record.evaluation_hash")),
     "integrity": ("text", lambda row: integrity(row.record)),
-    "digest": ("text", lambda row: row.record.checkpoint.digest),
-    "weights_digest": ("text", lambda row: row.record.checkpoint.weights_digest),
-    "checkpoint_uri": ("text", lambda row: row.record.checkpoint.uri),
+    "digest": ("text", _at("record.checkpoint.digest")),
+    "weights_digest": ("text", _at("record.checkpoint.weights_digest")),
+    "checkpoint_uri": ("text", _at("record.checkpoint.uri")),
     "seconds": ("number", lambda row: round(math.fsum(row.record.seconds.values()), 3)),
-    "chip_seconds": ("number", _chip_seconds),
-    **{name: ("number", _cost(name)) for name in ("replica_seconds", "usd", "known_usd", "usd_per_hour")},
-    "price_as_of": ("text", _date),
-    "price_source": ("text", _cost("source")),
-    "region": ("text", _cost("region")),
-    "zone": ("text", _cost("zone")),
-    "preemptible": ("yes or no", _cost("preemptible")),
-    **{f"predicted_{name}": ("number", _predicted(name)) for name in ("seconds", "chip_seconds", "usd")},
-    "predicted_how": ("text", _predicted("how")),
-    "attempts": ("whole", lambda row: row.record.spent.attempts),
+    "chip_seconds": ("number", _at("chip_seconds")),
+    **{
+        name: ("number", _at(f"record.cost.{name}")) for name in ("replica_seconds", "usd", "known_usd", "usd_per_hour")
+    },
+    "price_as_of": ("text", lambda row: row.record.cost.as_of and row.record.cost.as_of.isoformat()),
+    "price_source": ("text", _at("record.cost.source")),
+    "region": ("text", _at("record.cost.region")),
+    "zone": ("text", _at("record.cost.zone")),
+    "preemptible": ("yes or no", _at("record.cost.preemptible")),
+    **{
+        f"predicted_{name}": ("number", _at(f"record.cost.predicted.{name}"))
+        for name in ("seconds", "chip_seconds", "usd")
+    },
+    "predicted_how": ("text", _at("record.cost.predicted.how")),
+    "attempts": ("whole", _at("record.spent.attempts")),
     "tags": ("texts", lambda row: list(row.record.tags)),
     "sinks": (
         "texts",
         lambda row: [name for name, delivery in row.record.sinks.items() if delivery.status == "published"],
     ),
-    "git_commit": ("text", lambda row: row.record.git_commit),
-    "cell": ("text", lambda row: row.record.cell),
-    "attempt": ("text", lambda row: row.record.attempt),
-    "created": ("time", lambda row: row.record.created),
+    "git_commit": ("text", _at("record.git_commit")),
+    "cell": ("text", _at("record.cell")),
+    "attempt": ("text", _at("record.attempt")),
+    "created": ("time", _at("record.created")),
 }
 """Type and source of each column of every export, in order."""
 

@@ -31,10 +31,10 @@ from pydantic import Field, FiniteFloat, TypeAdapter
 
 from resources.errors import IrregularFile, RecordStatus, StorageError
 from resources.storage import storage
-from resources.storage.regular_files import UnsafeFile, leads_out, open_within
+from resources.storage.regular_files import leads_out
 from resources.storage.storage import FileInfo
 from tasks.records.details import Whole
-from tasks.records.record import RECORD_NAME, Record, parsed_record
+from tasks.records.record import RECORD_NAME, Record, read_record
 from tasks.records.usage import Costed, MonthSpent, Sums, Typical, Usage, Work, summed, usage_of
 from tasks.spec.names import step_of
 
@@ -146,14 +146,10 @@ def indexed_records(run_folder: str, *, use_index: bool = True, now: Callable[[]
     short, records = _read_summary(run_folder)
     if short is not None and use_index and _is_trusted(began - short["compared"], took=short["took"]):
         return _with_news(records, run_folder, since=short["compared"])
-    if short is None and storage.is_local(run_folder) and not storage.exists(storage.join(run_folder, FOLDER, _ROWS)):
-        rows, stamps = _read_local(run_folder)
-        signature, summary = _signature(stamps), _summary(rows)
-    else:
-        stamps = dict(record_stamps(run_folder))
-        signature = _signature(stamps)
-        unchanged = short is not None and short["stamps"] == signature
-        summary = short if short is not None and unchanged else _summary(_updated_rows(run_folder, stamps))
+    stamps = dict(record_stamps(run_folder))
+    signature = _signature(stamps)
+    unchanged = short is not None and short["stamps"] == signature
+    summary = short if short is not None and unchanged else _summary(_updated_rows(run_folder, stamps))
     if stamps or short is not None:
         with suppress(StorageError):
             _write(run_folder, _SUMMARY, {**summary, "stamps": signature, "compared": began, "took": now() - began})
@@ -165,33 +161,6 @@ def indexed_records(run_folder: str, *, use_index: bool = True, now: Callable[[]
 
 def _signature(stamps: Mapping[str, Stamp]) -> str:
     return hashlib.blake2b(marshal.dumps(list(stamps.items()), 2), digest_size=16).hexdigest()
-
-
-def _read_local(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
-    root = str(storage.local_path(run_folder).absolute())
-    rows: list[IndexedRecord] = []
-    stamps: dict[str, Stamp] = {}
-    with storage.reported(run_folder, "read"):
-        for cell in _local_cells(root):
-            try:
-                file = open_within(f"{cell}/{RECORD_NAME}")
-            except OSError as error:
-                if isinstance(error, UnsafeFile) or error.errno in _NO_FILE:
-                    continue
-                raise
-            try:
-                status = os.fstat(file)
-                content = os.read(file, status.st_size + 1)
-            finally:
-                os.close(file)
-            name = cell[len(root) + 1 :]
-            stamps[name] = (status.st_size, status.st_mtime, None)
-            row = _row_in(content, run_folder, name)
-            rows += [row] if row is not None else []
-    if rows:
-        with suppress(StorageError):
-            keep_rows(run_folder, rows, stamps)
-    return rows, stamps
 
 
 def _updated_rows(run_folder: str, stamps: Mapping[str, Stamp]) -> list[IndexedRecord]:
@@ -213,8 +182,7 @@ def _updated_rows(run_folder: str, stamps: Mapping[str, Stamp]) -> list[IndexedR
 
 def keep_rows(run_folder: str, rows: Sequence[IndexedRecord], stamps: Mapping[str, Stamp]) -> None:
     """Writes rows with the stamps of the record files that they were read from; raises `StorageError` on failure."""
-    full = {"rows": rows, "stamps": [stamps[row.cell] for row in rows]}
-    _write(run_folder, _ROWS, full)
+    _write(run_folder, _ROWS, {"rows": rows, "stamps": [stamps[row.cell] for row in rows]})
 
 
 def indexed_cells(run_folder: str) -> set[str]:
@@ -366,20 +334,11 @@ def _subfolders(path: str) -> list[str]:
 
 
 def _rows(run_folder: str, cells: Sequence[str]) -> list[IndexedRecord]:
-    folder = run_folder.rstrip("/")
-
     def read(cell: str) -> IndexedRecord | None:
-        try:
-            return _row_in(storage.read_bytes(f"{folder}/{cell}/{RECORD_NAME}"), folder, cell)
-        except (FileNotFoundError, IrregularFile):
-            return None
+        record = read_record(f"{run_folder.rstrip('/')}/{cell}")
+        return row_of(cell, record) if record is not None else None
 
     if storage.is_local(run_folder):
         return [row for row in map(read, cells) if row is not None]
     with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
         return [row for row in threads.map(read, cells) if row is not None]
-
-
-def _row_in(content: bytes, run_folder: str, cell: str) -> IndexedRecord | None:
-    record = parsed_record(content, storage.join(run_folder, cell))
-    return row_of(cell, record) if record is not None else None

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from resources.errors import StorageError
 from resources.storage.bounded_folder import size_text
+from tasks.records.export import SPLIT_COLUMNS
+from tasks.records.numbers import NOTHING
 from tasks.records.questions.asked import asked_in, samples_of
 from tasks.records.questions.flags import Flags, QuestionFlag, Search, Status, status_of
 from tasks.records.record import FoundRecord, Metric, Record
@@ -40,15 +42,12 @@ class Side(NamedTuple):
 class Shown(NamedTuple):
     """A score, or a difference, as three texts: value, interval, number of questions."""
 
-    value: str
+    value: str = NOTHING
     interval: str = ""
     n: str = ""
 
     def __str__(self) -> str:
         return " ".join(filter(None, self))
-
-
-_NOTHING = Shown("–")
 
 
 class Split(NamedTuple):
@@ -82,18 +81,11 @@ class Split(NamedTuple):
     @property
     def columns(self) -> dict[str, float | int | str | None]:
         """The columns that a split adds to an exported row."""
-        sides = [(side.value, side.n) if side else (None, None) for side in (self.clean, self.flagged)]
-        return {
-            "clean_value": sides[0][0],
-            "clean_n": sides[0][1],
-            "flagged_value": sides[1][0],
-            "flagged_n": sides[1][1],
-            "not_scanned_n": self.not_scanned,
-            "clean_less_flagged": self.difference,
-            "clean_less_flagged_low": self.low,
-            "clean_less_flagged_high": self.high,
-            "contamination_note": self.reason,
-        }
+        numbers = [
+            number for side in (self.clean, self.flagged) for number in ((side.value, side.n) if side else (None, None))
+        ]
+        numbers += [self.not_scanned, self.difference, self.low, self.high, self.reason]
+        return dict(zip(SPLIT_COLUMNS, numbers, strict=True))
 
     @property
     def as_row(self) -> dict[str, Any]:
@@ -105,10 +97,7 @@ class Split(NamedTuple):
             "evaluator": self.record.evaluator,
             "benchmark": metric.benchmark,
             "metric": metric.name,
-            "value": metric.value,
-            "low": metric.low,
-            "high": metric.high,
-            "n": metric.n,
+            **metric.model_dump(include={"value", "low", "high", "n"}),
             **self.columns,
         }
 
@@ -116,7 +105,7 @@ class Split(NamedTuple):
     def cells(self) -> tuple[Shown, ...]:
         """The formatted scores over all, clean and flagged questions, and the difference."""
         whole = Side(self.metric.value, self.metric.low, self.metric.high, self.metric.n)
-        difference = _NOTHING
+        difference = Shown()
         if self.difference is not None:
             difference = Shown(_number(self.difference, "+"), _shown_interval(self.low, self.high, sign="+"))
         return *map(_shown, (whole, self.clean, self.flagged)), difference
@@ -247,7 +236,7 @@ def searched(search: Search) -> list[str]:
 
 def _shown(side: Side | None) -> Shown:
     if side is None:
-        return _NOTHING
+        return Shown()
     return Shown(_number(side.value), _shown_interval(side.low, side.high), f"n = {side.n:,}")
 
 

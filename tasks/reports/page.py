@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -45,7 +41,7 @@ from tasks.reports.parts import (
 )
 from tasks.reports.plots import chart_svg, charts_svg, step_label
 from tasks.reports.table import CHANGED, ColumnResult, Results, change_of, mark, notes, questions, remarks_on
-from tasks.reports.texts import PROVENANCE, counted, flat, links_of, pretty, served
+from tasks.reports.texts import PROVENANCE, counted, flat, pretty, served
 from tasks.spec.evaluators import evaluator_title
 
 STATUS_MEANINGS = {
@@ -283,80 +279,22 @@ def write_report(
     `records_at` is the folder of the records, `run` limits early verdicts to a run, and `questions_page` is a page in
     the same folder to link.
     """
-    qualifications = read_qualifications(records_at) if records_at is not None else ()
-    flags = read_flags(records_at) if records_at is not None else ()
-    words = words_of_acknowledgements(records, records_at=records_at) if records_at else {}
     below = storage.join(records_at, run) if records_at and run else records_at
-    early = [verdict for _, verdict in find_early(below)] if below else []
-    others = [each.digest for each in flags] + [repr(word) for word in sorted(words.items())]
-    others += [*(verdict.model_dump_json() for verdict in early), *filter(None, [questions_page])]
-    made_from = fingerprint(
-        records, title=title, records_at=records_at, page=uri, qualifications=qualifications, others=others
-    )
-    if not is_fresh(uri, made_from):
-        page = render_report(
-            records,
-            title=title,
-            records_at=records_at,
-            page=uri,
-            qualifications=qualifications,
-            flags=flags,
-            acknowledged=words,
-            early=early,
-            questions_page=questions_page,
-        )
-        storage.write_bytes(uri, marked(page, made_from))
-    return uri
-
-
-_MARK = b"\n<!-- made from "
-_SOURCES = (".py", ".j2", ".yaml")
-
-
-def fingerprint(
-    records: Sequence[Record],
-    *,
-    title: str,
-    records_at: str | None,
-    page: str,
-    qualifications: Sequence[Qualification],
-    others: Sequence[str] = (),
-) -> str:
-    """Returns a digest of everything on a page, and of the code that renders it; arguments as in `render_report`.
-
-    `others` are digests of contamination flags, acknowledgements and early verdicts.
-    """
-    digest = hashlib.sha256(_code())
-    shown = [title]
-    for record in records:
-        links = links_of(record, records_at=records_at, page=page)
-        shown += [record.model_dump_json(), integrity(record), repr(links)]
-    shown += [*(qualification.model_dump_json() for qualification in qualifications), *others]
-    for text in shown:
-        digest.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
-    return digest.hexdigest()
-
-
-def marked(page: str, made_from: str) -> bytes:
-    """Appends the line that `is_fresh` checks: the fingerprint and the page's own digest."""
-    text = page.encode()
-    return text + _MARK + f"{made_from}, page {hashlib.sha256(text).hexdigest()} -->\n".encode()
-
-
-def is_fresh(uri: str, made_from: str) -> bool:
-    """Returns True if the page at `uri` has this fingerprint and is complete and unchanged."""
+    page = render_report(
+        records,
+        title=title,
+        records_at=records_at,
+        page=uri,
+        qualifications=read_qualifications(records_at) if records_at is not None else (),
+        flags=read_flags(records_at) if records_at is not None else (),
+        acknowledged=words_of_acknowledgements(records, records_at=records_at) if records_at else {},
+        early=[verdict for _, verdict in find_early(below)] if below else [],
+        questions_page=questions_page,
+    ).encode()
     try:
-        held = storage.read_bytes(uri)
+        is_same = storage.read_bytes(uri) == page
     except (FileNotFoundError, IrregularFile):
-        return False
-    page = held.rpartition(_MARK)[0]
-    return held == marked(page.decode(errors="replace"), made_from)
-
-
-@cache
-def _code() -> bytes:
-    tasks = Path(__file__).parents[1]
-    digest = hashlib.sha256(version("jinja2").encode())
-    for file in sorted(file for file in tasks.rglob("*") if file.suffix in _SOURCES):
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.digest()
+        is_same = False
+    if not is_same:
+        storage.write_bytes(uri, page)
+    return uri
