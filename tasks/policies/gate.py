@@ -30,8 +30,9 @@ from tasks.policies.reconciliation import ON_ITS_WAY, RunListing, State, reconci
 from tasks.policies.snapshot import run_folder, take_snapshot
 from tasks.prefect_server.progress import Judged, report, report_event
 from tasks.records.details import CheckpointReference
-from tasks.records.index import Evaluated, IndexedRecord, RunRecords
+from tasks.records.index import Evaluated, RunRecords
 from tasks.records.record import FoundRecord, find_records, now
+from tasks.records.usage import IndexedRecord
 from tasks.records.verdicts import EarlyVerdict, Reason, Verdict
 from tasks.running.cells import Cell
 from tasks.running.conclude import judge_checkpoints

@@ -16,7 +16,8 @@ from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.policies.early import NOT_WORSE, EarlyDecisions
 from tasks.policies.overrides import Overrides
 from tasks.policies.policy import Policy, RetryBudget, WantedEvaluation
-from tasks.records.index import Evaluated, IndexedRecord, RunRecords
+from tasks.records.index import Evaluated, RunRecords
+from tasks.records.usage import IndexedRecord
 from tasks.running.claims.files import CLOCKS_DIFFER_SECONDS, SeenClaim
 
 _ANY_TIME_BEFORE = 1.0  # later than 0, the time without an override

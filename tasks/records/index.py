@@ -24,24 +24,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
 import orjson
-from pydantic import Field, FiniteFloat, TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
-from resources.errors import IrregularFile, RecordStatus, StorageError
+from resources.errors import IrregularFile, StorageError
 from resources.storage import storage
 from resources.storage.regular_files import leads_out
 from resources.storage.storage import FileInfo
-from tasks.records.details import Whole
 from tasks.records.record import RECORD_NAME, Record, read_record
-from tasks.records.usage import Costed, MonthSpent, Sums, Typical, Usage, Work, summed, usage_of
+from tasks.records.usage import IndexedRecord, MonthSpent, Sums, Typical, Work, summed, usage_of
 from tasks.spec.names import step_of
 
 FOLDER = "index"  # in a run's
 _SUMMARY = "summary.json"
 _ROWS = "records.json"
-_FORMAT = 5
+_FORMAT = 6
 _TRUSTED_PER_SECOND = 20.0
 _WORTH_TRUSTING_SECONDS = 1.0
 _TRUSTED_AT_MOST_SECONDS = 300.0  # limits the error if the clock is set during a long comparison
@@ -55,30 +54,10 @@ Stamp = tuple[int, float, str | None]
 """Size in bytes, modification time and checksum of a record's file."""
 
 
-class IndexedRecord(NamedTuple):
-    """The fields of a record that planning needs. `cell` is relative to the run's folder; times are epoch seconds."""
-
-    cell: str
-    checkpoint: str
-    evaluation_hash: str
-    digest: str
-    listing: str | None
-    status: RecordStatus
-    created: Annotated[float, Field(ge=-(2**35), lt=2**37)]  # times that `datetime` can hold
-    seconds: FiniteFloat
-    chip_seconds: FiniteFloat
-    infra_failures: Whole
-    reason: str | None
-    usage: Usage
-
-    @property
-    def succeeded(self) -> bool:
-        return self.status == "succeeded"
-
-
 _typed_done = TypeAdapter(list[tuple[str, str, str | None, tuple[int, ...], float]]).validate_python
 _typed_rows = TypeAdapter(list[IndexedRecord]).validate_python
-"""Validates the types of rows from JSON; raises `ValueError`."""
+_typed_sums = TypeAdapter(Sums).validate_python
+"""These validate the types of values from JSON; they raise `ValueError`."""
 
 
 def row_of(cell: str, record: Record) -> IndexedRecord:
@@ -105,7 +84,7 @@ def note_record(run_folder: str, cell_uri: str, record: Record) -> None:
     row = row_of(cell_uri.removeprefix(f"{run_folder.rstrip('/')}/"), record)
     name = f"{int(record.created.timestamp())}-{secrets.token_hex(4)}.json"
     with suppress(StorageError):
-        storage.write_bytes(storage.join(run_folder, FOLDER, name), orjson.dumps(row, default=tuple))
+        storage.write_bytes(storage.join(run_folder, FOLDER, name), orjson.dumps(row, default=_plain))
 
 
 @dataclass(frozen=True)
@@ -202,8 +181,12 @@ def _is_trusted(age_seconds: float, *, took: float) -> bool:
 
 
 def _write(run_folder: str, name: str, content: dict[str, Any]) -> None:
-    full = orjson.dumps({"format": _FORMAT, **content}, default=tuple)
+    full = orjson.dumps({"format": _FORMAT, **content}, default=_plain)
     storage.write_bytes(storage.join(run_folder, FOLDER, name), full)
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else tuple(value)
 
 
 def _read(uri: str) -> dict[str, Any] | None:
@@ -227,21 +210,16 @@ def _summary(rows: Sequence[IndexedRecord]) -> dict[str, Any]:
     numbers: dict[str, int] = {}
     done: dict[tuple[str, str, str | None], list[int]] = defaultdict(list)
     newest: dict[tuple[str, str, str | None], float] = defaultdict(float)
-    others, costed = [], []
     for row in rows:
-        _, checkpoint, evaluation_hash, digest, listing, status, created, seconds, chip_seconds, *_, usage = row
-        success = status == "succeeded"
-        costed.append(Costed(evaluation_hash, success, created, seconds, chip_seconds, usage))
-        if success:
-            newest[checkpoint, digest, listing] = max(created, newest[checkpoint, digest, listing])
-            done[checkpoint, digest, listing].append(numbers.setdefault(evaluation_hash, len(numbers)))
-        else:
-            others.append(row)
+        if row.succeeded:
+            state = row.checkpoint, row.digest, row.listing
+            newest[state] = max(row.created, newest[state])
+            done[state].append(numbers.setdefault(row.evaluation_hash, len(numbers)))
     return {
         "hashes": list(numbers),
         "done": [(*key, sorted(hash_numbers), newest[key]) for key, hash_numbers in done.items()],
-        "others": others,
-        **summed(costed),
+        "others": [row for row in rows if not row.succeeded],
+        **summed(rows)._asdict(),
     }
 
 
@@ -253,7 +231,7 @@ def _from_summary(content: Mapping[str, Any]) -> RunRecords:
         if key not in sets:
             sets[key] = frozenset(hashes[number] for number in key)
         done[checkpoint].append(Evaluated(digest, listing, sets[key], newest))
-    return RunRecords(done, _typed_rows(content["others"]), *Sums.read(content))
+    return RunRecords(done, _typed_rows(content["others"]), *_typed_sums([content[name] for name in Sums._fields]))
 
 
 def _with_news(records: RunRecords, run_folder: str, *, since: float) -> RunRecords:

@@ -8,8 +8,9 @@ from math import fsum
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, FiniteFloat, TypeAdapter
+from pydantic import Field, FiniteFloat
 
+from resources.errors import RecordStatus
 from tasks.records.cost import Spent
 from tasks.records.details import Whole
 from tasks.records.record import Record
@@ -135,20 +136,25 @@ def asked_of(evals: Iterable[Mapping[str, Any]]) -> list[str]:
     return sorted(name if number is None else f"{name}:{number}" for name, number in shots)
 
 
-def month_of(created: float) -> str:
-    """Returns the UTC month of a time in seconds since the epoch, such as 2026-11."""
-    return datetime.fromtimestamp(created, UTC).strftime("%Y-%m")
+class IndexedRecord(NamedTuple):
+    """The fields of a record that planning needs. `cell` is relative to the run's folder; times are epoch seconds."""
 
-
-class Costed(NamedTuple):
-    """Fields of a record that sums are made from."""
-
+    cell: str
+    checkpoint: str
     evaluation_hash: str
-    succeeded: bool
-    created: float
-    seconds: float
-    chip_seconds: float
+    digest: str
+    listing: str | None
+    status: RecordStatus
+    created: Annotated[float, Field(ge=-(2**35), lt=2**37)]  # times that `datetime` can hold
+    seconds: FiniteFloat
+    chip_seconds: FiniteFloat
+    infra_failures: Whole
+    reason: str | None
     usage: Usage
+
+    @property
+    def succeeded(self) -> bool:
+        return self.status == "succeeded"
 
 
 class Sums(NamedTuple):
@@ -158,43 +164,28 @@ class Sums(NamedTuple):
     work: Sequence[Work]
     spent: Sequence[MonthSpent]
 
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> Sums:
-        """Parses the JSON output of `summed`; raises `ValueError` or `TypeError` if it is something else."""
-        spent = [month_spent(*entry) for entry in content["spent"]]
-        return _SUMS.validate_python((content["typical"], content["work"], spent))
+
+def summed(rows: Sequence[IndexedRecord]) -> Sums:
+    """Returns the sums over records."""
+    succeeded = [row for row in rows if row.succeeded]
+    costs: dict[str, list[IndexedRecord]] = {}
+    for row in succeeded:
+        costs.setdefault(row.evaluation_hash, []).append(row)
+    typical = {key: _typical(group) for key, group in costs.items()}
+    return Sums(typical, _worked(row.usage for row in succeeded), _spent_by_month(rows))
 
 
-_SUMS = TypeAdapter(Sums)
-
-
-def summed(records: Sequence[Costed]) -> dict[str, Any]:
-    """Returns the sums over records as JSON values, for `Sums.read`."""
-    succeeded = [record for record in records if record.succeeded]
-    costs: dict[str, list[tuple[float, float, float | None]]] = {}
-    for record in succeeded:
-        cost = (record.seconds, record.chip_seconds, record.usage.replica_seconds)
-        costs.setdefault(record.evaluation_hash, []).append(cost)
-    return {
-        "typical": {key: tuple(typical_of(group)) for key, group in costs.items()},
-        "work": [tuple(work) for work in worked(record.usage for record in succeeded)],
-        "spent": spent_by_month((record.usage, record.created) for record in records),
-    }
-
-
-def typical_of(costs: Sequence[tuple[float, float, float | None]]) -> Typical:
-    """Returns medians of seconds, chip-seconds and the known replica seconds."""
-    counted = [replica for _, _, replica in costs if replica is not None]
+def _typical(rows: Sequence[IndexedRecord]) -> Typical:
+    counted = [row.usage.replica_seconds for row in rows if row.usage.replica_seconds is not None]
     return Typical(
-        median(seconds for seconds, *_ in costs),
-        median(chips for _, chips, _ in costs),
+        median(row.seconds for row in rows),
+        median(row.chip_seconds for row in rows),
         median(counted) if counted else None,
-        len(costs),
+        len(rows),
     )
 
 
-def worked(usages: Iterable[Usage]) -> list[Work]:
-    """Groups the usage of succeeded records by engine, evaluator, benchmarks and limit, and sums each group."""
+def _worked(usages: Iterable[Usage]) -> list[Work]:
     groups: dict[tuple[str, str, tuple[str, ...], int | None], list[Usage]] = {}
     for usage in usages:
         if usage.engine is not None and usage.questions:
@@ -231,18 +222,13 @@ def _together(usages: Sequence[Usage], engine: str, evaluator: str, asked: tuple
     )
 
 
-def spent_by_month(rows: Iterable[tuple[Usage, float]]) -> list[tuple[list[str], str, list[float]]]:
-    """Returns the cost by policies and month of `(usage, time of writing)` pairs."""
+def _spent_by_month(rows: Iterable[IndexedRecord]) -> list[MonthSpent]:
     groups: dict[tuple[tuple[str, ...], str], list[list[float]]] = {}
-    for usage, created in rows:
-        groups.setdefault((tuple(usage.policies), month_of(created)), []).append(usage.spent)
+    for row in rows:
+        month = datetime.fromtimestamp(row.created, UTC).strftime("%Y-%m")
+        groups.setdefault((tuple(row.usage.policies), month), []).append(row.usage.spent)
+    sums = {key: [round(fsum(numbers), 8) for numbers in zip(*group, strict=True)] for key, group in groups.items()}
     return [
-        (list(policies), month, [round(fsum(numbers), 8) for numbers in zip(*group, strict=True)])
-        for (policies, month), group in groups.items()
+        MonthSpent(*key, Spent.model_validate(dict(zip(Spent.model_fields, numbers, strict=True))))
+        for key, numbers in sums.items()
     ]
-
-
-def month_spent(policies: Sequence[str], month: str, numbers: Sequence[float]) -> MonthSpent:
-    """Builds a `MonthSpent` from an entry of `spent_by_month`."""
-    spent = Spent.model_validate(dict(zip(Spent.model_fields, numbers, strict=True)))
-    return MonthSpent(tuple(policies), month, spent)

@@ -53,7 +53,7 @@ _WORTH = 0.5  # degrees of freedom per prediction error, by simulation: the leve
 _SHORTEST = 0.25  # of the questions' standard error: the spread if neighbors answer 97 % of questions alike
 _REMEMBERED = 40  # prediction errors, so that a training that calms down is judged by its recent spread
 _MOST_BORROWED = 200.0  # largest degrees of freedom from the other series of a run
-_FEWEST_ERRORS, _FEWEST_ALIKE = 5, 4  # fewest degrees of freedom of a series for the moderation, and fewest such series
+_FEWEST_ERRORS, _FEWEST_ALIKE = 5, 4  # fewest prediction errors of a series for the moderation, and fewest such series
 _UNKNOWN = 50.0  # relative to the noise variance: predictions of larger variance are not used
 
 
@@ -296,7 +296,7 @@ def _growth(series: Sequence[Sequence[float]]) -> float:
 
 
 def _moderated(own: Sequence[_Noise]) -> list[_Noise]:
-    known = [noise for noise in own if noise.freedom >= _FEWEST_ERRORS]
+    known = [noise for noise in own if noise.freedom >= _WORTH * _FEWEST_ERRORS]
     if len(known) < _FEWEST_ALIKE:
         return list(own)
     centred = [2 * math.log(noise.spread) - _log_chi_square(noise.freedom)[0] for noise in known]

@@ -56,6 +56,16 @@ def test_fewer_checkpoints_than_a_noise_is_known_from_never_alarm():
     assert at([*wavering(FEWEST_BEFORE - 1), 0.1]) == []
 
 
+def test_first_checkpoints_that_can_alarm_are_judged_by_the_noise_of_all_curves():
+    curves = [wavering(FEWEST_BEFORE + 2, seed=seed) for seed in range(20)]
+    curves[0][FEWEST_BEFORE:] -= 0.025  # five jitters: missed by the spread of the curve's own eight prediction errors
+
+    [alarm, *others] = [alarm for raised in alarms([curve(each) for each in curves]) for alarm in raised]
+
+    assert (alarm.since, alarm.at) == (FEWEST_BEFORE, FEWEST_BEFORE + 1)
+    assert not others
+
+
 def test_suspected_drop_is_not_learned_until_it_is_certain():
     values = wavering(34)
     values[30:] = 0.6 - 0.0155  # three times a checkpoint's noise: a single checkpoint is not enough

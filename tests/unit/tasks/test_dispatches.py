@@ -20,8 +20,8 @@ from tasks.policies.overrides import Override, Overrides
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.policies.snapshot import Estimates
-from tasks.records.index import IndexedRecord, RunRecords
-from tasks.records.usage import usage_of
+from tasks.records.index import RunRecords
+from tasks.records.usage import IndexedRecord, usage_of
 from tasks.spec.evaluation import EvaluationConfig
 
 NOW = 1_000_000.0

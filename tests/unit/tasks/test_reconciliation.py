@@ -43,9 +43,9 @@ from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, State, reconcile
 from tasks.policies.snapshot import Estimates, take_snapshot
 from tasks.records.cost import Cost, Spent
-from tasks.records.index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
+from tasks.records.index import Evaluated, RunRecords, indexed_records, note_record
 from tasks.records.record import record_uri, write_record
-from tasks.records.usage import Typical, usage_of
+from tasks.records.usage import IndexedRecord, Typical, usage_of
 from tasks.running.cells import plan_cells
 from tasks.running.claims.files import Claim, Holder, SeenClaim, Subject
 from tasks.running.claims.leases import Claims

@@ -13,8 +13,9 @@ import pytest
 
 from fakes.records import make_record, of_every_evaluator, publish
 from resources.errors import RecordStatus
-from tasks.records.index import IndexedRecord, indexed_records, row_of
+from tasks.records.index import indexed_records, row_of
 from tasks.records.record import Record, find_records, read_record
+from tasks.records.usage import IndexedRecord
 
 INDEX = ("summary.json", "records.json")
 

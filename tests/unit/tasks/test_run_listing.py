@@ -18,9 +18,9 @@ from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import RunListing, reconcile
 from tasks.policies.snapshot import take_snapshot
-from tasks.records.index import Evaluated, IndexedRecord, RunRecords
+from tasks.records.index import Evaluated, RunRecords
 from tasks.records.record import write_record
-from tasks.records.usage import usage_of
+from tasks.records.usage import IndexedRecord, usage_of
 from tasks.running.claims.files import Subject, claims_folder
 from tasks.running.claims.leases import Claims
 from tasks.spec.evaluation import EvaluationConfig
