@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,7 +100,7 @@ def list_jobs(*, backend: _Backend = None, namespace: _Namespace = None, as_json
     """Show the evaluation jobs of a namespace."""
     jobs = submitted_jobs(cluster_of(backend, namespace=namespace))
     if as_json:
-        print_json([job.as_values() for job in jobs])
+        print_json([asdict(job) for job in jobs])
         return
     table = Table("Job", "Status", "Submitted", "Experiment", "Commit", "Why")
     table.columns[0].overflow = "fold"
@@ -132,9 +134,11 @@ def logs(
         if project is None:
             raise
         cluster = None  # only Cloud Logging can have the job
-    from resources.backends.kubernetes.cloud_logging import CloudLogs  # its package is an extra
+    from resources.backends.kubernetes.cloud_logging import cloud_lines  # its package is an extra
 
-    kept = CloudLogs(cluster.namespace if cluster else namespace or "default", project=project)
+    kept = partial(
+        cloud_lines, name, namespace=cluster.namespace if cluster else namespace or "default", project=project
+    )
     lines = log_lines(cluster, name, since=since, follow=follow, note=note, kept=kept)
     if output is not None:
         note(f"Wrote {write_lines(lines, output):,} lines to {output}.")

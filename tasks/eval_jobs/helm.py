@@ -6,24 +6,23 @@ The run entries are read before a job is submitted; HELM itself reads them again
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from resources.errors import BadInput, not_there
 from resources.storage import storage
+from tasks.spec.loading import build_config
 
 HELM_CONFIGURATION = "run_specs.conf"
 """Its name next to the job's file, and in the container."""
-
-
-_COUNTS = {"--priority": "priority", "--num-train-trials": "num_train_trials"}
 _SERVED = ("--enable-local-huggingface-models", "--enable-huggingface-models")
 """Arguments that name the model, which the pool serves."""
 
 
-@dataclass(frozen=True)
-class HelmArguments:
+class HelmArguments(NamedTuple):
     """Parsed arguments of `helm-run`."""
 
     options: dict[str, Any]
@@ -36,12 +35,12 @@ def helm_arguments(arguments: Sequence[str]) -> HelmArguments:
     parser = argparse.ArgumentParser("known", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-m", "--max-eval-instances", type=int)
     parser.add_argument("-n", "--num-threads", type=int)
-    for flag in _COUNTS:
-        parser.add_argument(flag, type=int)
-    parser.add_argument("--groups-to-run", nargs="+")
+    parser.add_argument("--priority", type=int)
+    parser.add_argument("--num-train-trials", type=int)
+    parser.add_argument("--groups-to-run", nargs="+", dest="groups")
     parser.add_argument("--exit-on-error", action="store_true", default=None)
     for flag in _SERVED:
-        parser.add_argument(flag, nargs="+")
+        parser.add_argument(flag, nargs="+", dest="served")
     try:
         parsed, unknown = parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
@@ -49,81 +48,57 @@ def helm_arguments(arguments: Sequence[str]) -> HelmArguments:
     if unknown:
         known = " ".join(parser.format_usage().removeprefix("usage: ").split())
         raise ValueError(f"args: {unknown[0]} of helm-run has no meaning here; {known}")
-    options = {
-        "num_threads": parsed.num_threads,
-        "groups": parsed.groups_to_run,
-        "exit_on_error": parsed.exit_on_error,
-        **{name: getattr(parsed, name) for name in _COUNTS.values()},
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    return HelmArguments(given, parsed.max_eval_instances)
+    options = {name: value for name, value in vars(parsed).items() if value is not None and name != "served"}
+    return HelmArguments(options, options.pop("max_eval_instances", None))
 
 
-@dataclass(frozen=True)
-class RunEntry:
+class RunEntry(BaseModel):
     """A run entry of HELM."""
 
-    name: str
-    """The scenario, such as mmlu."""
-    arguments: dict[str, str]
-    """Its arguments except the model, which the pool serves."""
-    priority: int | None
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    description: str
+    """The scenario and its arguments, such as mmlu:subject=anatomy."""
+    priority: int | None = None
+
+    @field_validator("description")
+    @classmethod
+    def _is_a_scenario(cls, text: str) -> str:
+        if not re.fullmatch(r"[^:\s]+(:([^=,]+=[^,]*,?)*)?", text.strip()):
+            raise ValueError(f"expected a scenario with arguments, such as mmlu:subject=anatomy, found {text!r}")
+        return text
+
+    @property
+    def name(self) -> str:
+        """The scenario, such as mmlu."""
+        return self.description.strip().partition(":")[0]
+
+
+class HelmRunEntries(BaseModel):
+    """The content of HELM's configuration file: `entries: [{description: …, priority: 1}]`."""
+
+    entries: list[RunEntry] = Field(min_length=1)
 
 
 def read_run_entries(uri: str) -> tuple[RunEntry, ...]:
-    """Returns the run entries of a file."""
-    try:
-        text = storage.read_bytes(uri).decode()
-    except FileNotFoundError:
-        remedy = "write the file, or name it with --helm-config"
-        raise not_there("a file of HELM's run entries next to the job's file", uri, remedy) from None
-    except UnicodeDecodeError as error:
-        raise _no_hocon(uri, f"no text: {error.reason}") from error
-    return entries_in(text, source=uri)
-
-
-def entries_in(text: str, *, source: str) -> tuple[RunEntry, ...]:
-    """Returns the run entries in a HOCON document."""
+    """Returns the run entries of a HOCON file."""
     from pyhocon import ConfigFactory, ConfigTree
     from pyhocon.exceptions import ConfigException
     from pyparsing import ParseBaseException
 
     try:
-        parsed = ConfigFactory.parse_string(text)
+        parsed = ConfigFactory.parse_string(storage.read_bytes(uri).decode())
+    except FileNotFoundError:
+        remedy = "write the file, or name it with --helm-config"
+        raise not_there("a file of HELM's run entries next to the job's file", uri, remedy) from None
+    except UnicodeDecodeError as error:
+        raise _no_hocon(uri, f"no text: {error.reason}") from error
     except ParseBaseException as error:
-        raise _no_hocon(source, f"line {error.lineno}, column {error.column}: {error.msg}") from error
+        raise _no_hocon(uri, f"line {error.lineno}, column {error.column}: {error.msg}") from error
     except (ConfigException, RecursionError) as error:
-        raise _no_hocon(source, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+        raise _no_hocon(uri, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
     document = parsed.as_plain_ordered_dict() if isinstance(parsed, ConfigTree) else {}
-    entries = document.get("entries")
-    if not isinstance(entries, list) or not entries:
-        raise BadInput(
-            expected=f"entries: [{{description: …, priority: 1}}] in {source}",
-            found=f"the keys {', '.join(document) or 'none'}" if not entries else f"entries: {type(entries).__name__}",
-            remedy="write a run entry",
-        )
-    return tuple(_entry(entry, number, source) for number, entry in enumerate(entries, 1))
-
-
-def _entry(content: Any, number: int, source: str) -> RunEntry:
-    description = content.get("description") if isinstance(content, dict) else None
-    priority = content.get("priority") if isinstance(content, dict) else None
-    if not isinstance(description, str) or not description.strip() or not isinstance(priority, int | None):
-        raise BadInput(
-            expected=f'run entry {number} of {source} as {{description: "mmlu:subject=anatomy", priority: 1}}',
-            found=repr(content),
-            remedy="correct it",
-        )
-    name, _, arguments = description.strip().partition(":")
-    pairs = [argument.partition("=") for argument in arguments.split(",") if argument]
-    unnamed = [key for key, equals, _ in pairs if not equals or not key]
-    if unnamed or not name:
-        raise BadInput(
-            expected=f"name:argument=value,… as the description of run entry {number} of {source}",
-            found=description,
-            remedy=f"give {unnamed[0]} a value" if unnamed else "name the scenario",
-        )
-    return RunEntry(name, {key: value for key, _, value in pairs if key != "model"}, priority)
+    return tuple(build_config(document, HelmRunEntries, source=uri).entries)
 
 
 def _no_hocon(uri: str, problem: str) -> BadInput:

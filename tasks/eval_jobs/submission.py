@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from resources.backends.kubernetes.logs import JobLogs, LogLine, PodLogs, followed
+from resources.backends.kubernetes.logs import LogLine, ReadLog, followed, pod_lines, pods_of
 from resources.backends.kubernetes.names import PART_LABEL
 from resources.errors import AssayError, BackendUnavailable, BadInput, not_there
 from resources.storage import storage
@@ -42,9 +43,6 @@ class SubmittedJob:
     @property
     def ended(self) -> bool:
         return self.status in ("succeeded", "failed", "ended")
-
-    def as_values(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def job_documents(
@@ -183,21 +181,20 @@ def log_lines(
     since: str | None,
     follow: bool,
     note: Callable[[str], None],
-    kept: JobLogs,
+    kept: ReadLog,
 ) -> Iterator[LogLine]:
     """Yields the log lines of a job, from its pods while they exist; `kept` has the logs of deleted pods."""
     began = moment(since, now=datetime.now(UTC)) if since is not None else None
-    pods = _pods(cluster, name, note=note) if cluster is not None else None
-    note(f"the log of {name} from {'its pods' if pods else 'Cloud Logging: no pods of it are known'}")
-    if follow and cluster is not None and pods is not None:
-        yield from followed(pods, name, since=began, has_ended=lambda: _has_ended(cluster, name))
+    live = cluster is not None and _may_have_pods(cluster, name, note=note)
+    note(f"the log of {name} from {'its pods' if live else 'Cloud Logging: no pods of it are known'}")
+    read: ReadLog = partial(pod_lines, cluster, name) if cluster is not None and live else kept
+    if follow and cluster is not None and live:
+        yield from followed(read, since=began, has_ended=lambda: _has_ended(cluster, name))
         return
-    logs: JobLogs = pods or kept
-    none = True
-    for line in logs.read(name, since=began):
-        none = False
+    line = None
+    for line in read(began):
         yield line
-    if none and pods is None:
+    if line is None and not live:
         raise BadInput(
             expected=f"lines of a job {name}" + (f" of the last {since}" if since else ""),
             found="none, neither in the cluster nor in Cloud Logging",
@@ -207,7 +204,7 @@ def log_lines(
 
 def write_lines(lines: Iterable[LogLine], output: Path) -> int:
     """Writes lines as a JSON list and returns their number."""
-    values = [line.as_values() for line in lines]
+    values = [asdict(line) for line in lines]
     output.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
     return len(values)
 
@@ -220,14 +217,13 @@ def moment(since: str, *, now: datetime) -> datetime:
     return now - timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
-def _pods(cluster: Cluster, name: str, *, note: Callable[[str], None]) -> PodLogs | None:
-    pods = PodLogs(cluster)
+def _may_have_pods(cluster: Cluster, name: str, *, note: Callable[[str], None]) -> bool:
     try:
         # A new job has no pod yet; an ended job may have lost its pods.
-        return pods if pods.has(name) or not _has_ended(cluster, name) else None
+        return bool(pods_of(cluster, name)) or not _has_ended(cluster, name)
     except BackendUnavailable as error:
         note(f"the cluster does not answer: {error.found}")
-        return None
+        return False
 
 
 def _has_ended(cluster: Cluster, name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from fakes.eval_jobs import write_job
 from fakes.kubernetes_cluster import cluster_of
 from fakes.kubernetes_server import KubernetesServer, Refusal
 from fakes.polling import eventually
-from resources.backends.kubernetes.cloud_logging import CloudLogs
+from resources.backends.kubernetes.cloud_logging import cloud_lines
 from resources.backends.kubernetes.cluster import Cluster
-from resources.backends.kubernetes.logs import PodLogs
+from resources.backends.kubernetes.logs import pod_lines
 from resources.errors import BackendUnavailable, BadInput
 from tasks.eval_jobs.reading import read_job
 from tasks.eval_jobs.submission import SubmittedJob, log_lines, submit_manifests, submitted_jobs
@@ -51,7 +52,7 @@ def ended(cluster: Cluster, name: str) -> SubmittedJob:
 def test_job_fetches_then_runs_with_its_files_and_its_log_can_be_followed(cluster: Cluster, tmp_path: Path) -> None:
     notes: list[str] = []
     name = submit_manifests(cluster, manifests(tmp_path, version="v1"))
-    kept = CloudLogs("default")  # not queried: it has no credentials in this test
+    kept = partial(cloud_lines, name, namespace="default")  # not queried: it has no credentials in this test
     lines = list(log_lines(cluster, name, since=None, follow=True, note=notes.append, kept=kept))
     assert [line.container for line in lines] == ["init", "init", "eval", "eval"]
     texts = [line.text.split(" --config ")[0] for line in lines]
@@ -60,7 +61,7 @@ def test_job_fetches_then_runs_with_its_files_and_its_log_can_be_followed(cluste
     job = ended(cluster, name)
     assert (job.status, job.experiment, job.reason) == ("succeeded", "eval-test-debug", None)
     later = datetime.now(UTC) + timedelta(hours=1)
-    assert not list(PodLogs(cluster).read(name, since=later))
+    assert not list(pod_lines(cluster, name, later))
 
 
 def test_name_is_used_once_unless_it_is_asked_for_again(
@@ -93,11 +94,12 @@ def test_job_that_the_cluster_refuses_leaves_nothing_behind(
 def test_lines_of_pods_that_are_gone_come_from_cloud_logging(cluster: Cluster) -> None:
     notes: list[str] = []
     with cloud_logging(entry("eval-gone", f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "kept")) as kept:
-        logs = CloudLogs("default", project="team", options=kept.options)
-        lines = log_lines(cluster, "eval-gone", since="3d", follow=False, note=notes.append, kept=logs)
+        read = partial(cloud_lines, namespace="default", project="team", options=kept.options)
+        gone, absent = partial(read, "eval-gone"), partial(read, "eval-nobody")
+        lines = log_lines(cluster, "eval-gone", since="3d", follow=False, note=notes.append, kept=gone)
         assert [line.text for line in lines] == ["kept"]
         assert "Cloud Logging" in notes[0]
         with pytest.raises(BadInput, match="eval-nobody"):
-            list(log_lines(cluster, "eval-nobody", since=None, follow=False, note=notes.append, kept=logs))
-        without = log_lines(None, "eval-gone", since=None, follow=False, note=notes.append, kept=logs)
+            list(log_lines(cluster, "eval-nobody", since=None, follow=False, note=notes.append, kept=absent))
+        without = log_lines(None, "eval-gone", since=None, follow=False, note=notes.append, kept=gone)
         assert [line.text for line in without] == ["kept"]

@@ -17,34 +17,36 @@ from resources.errors import BackendUnavailable
 _PAGE = 1000
 
 
-class CloudLogs:
-    """Logs of a namespace's containers in a project, by default that of the credentials.
+def cloud_lines(
+    job: str,
+    since: datetime | None,
+    *,
+    namespace: str,
+    project: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Iterator[LogLine]:
+    """Yields the lines of a Job's containers, oldest first; see `ReadLog`.
 
-    `options` are further arguments of Cloud Logging's client, such as other credentials or another endpoint.
+    Args:
+        project: by default that of the credentials.
+        options: further arguments of Cloud Logging's client, such as other credentials or another endpoint.
     """
-
-    def __init__(self, namespace: str, *, project: str | None = None, options: dict[str, Any] | None = None) -> None:
-        self._namespace, self._project, self._options = namespace, project, options or {}
-
-    def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
-        """Yields the lines of a Job's containers, oldest first."""
-        try:
-            # Over HTTP: gRPC's threads do not survive a fork.
-            client = logging.Client(project=self._project, _use_grpc=False, **self._options)
-            expression = log_filter(job, namespace=self._namespace, since=since)
-            for entry in client.list_entries(filter_=expression, order_by=logging.ASCENDING, page_size=_PAGE):
-                yield _line(entry)
-        except (GoogleAPIError, GoogleAuthError, OSError) as error:
-            raise BackendUnavailable(
-                expected=f"Cloud Logging to give the log of {job}",
-                found=" ".join(str(error).split()) or type(error).__name__,
-                remedy="log in with `gcloud auth application-default login`, name the cluster's project with "
-                "--project, and ask an administrator for roles/logging.viewer there",
-            ) from error
+    try:
+        # Over HTTP: gRPC's threads do not survive a fork.
+        client = logging.Client(project=project, _use_grpc=False, **(options or {}))
+        expression = _filter(job, namespace=namespace, since=since)
+        for entry in client.list_entries(filter_=expression, order_by=logging.ASCENDING, page_size=_PAGE):
+            yield _line(entry)
+    except (GoogleAPIError, GoogleAuthError, OSError) as error:
+        raise BackendUnavailable(
+            expected=f"Cloud Logging to give the log of {job}",
+            found=" ".join(str(error).split()) or type(error).__name__,
+            remedy="log in with `gcloud auth application-default login`, name the cluster's project with "
+            "--project, and ask an administrator for roles/logging.viewer there",
+        ) from error
 
 
-def log_filter(job: str, *, namespace: str, since: datetime | None) -> str:
-    """Returns Cloud Logging's query for the lines of a Job's containers."""
+def _filter(job: str, *, namespace: str, since: datetime | None) -> str:
     parts = [
         'resource.type="k8s_container"',
         f"resource.labels.namespace_name={json.dumps(namespace)}",

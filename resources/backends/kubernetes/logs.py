@@ -1,12 +1,12 @@
-"""Logs of a Job by its name: a protocol for all log stores, and the logs in the cluster's API while the pods exist."""
+"""Logs of a Job by its name, from the kubelets of its cluster while the pods exist; and times in log lines."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
@@ -24,49 +24,36 @@ class LogLine:
     container: str
     text: str
 
-    def as_values(self) -> dict[str, Any]:
-        return asdict(self)
+
+ReadLog = Callable[[datetime | None], Iterable[LogLine]]
+"""Reads the lines that the pods of a Job have written so far, since a time, container by container or by time."""
 
 
-class JobLogs(Protocol):
-    """A store of Jobs' logs."""
-
-    def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
-        """Yields the lines that the pods of a Job have written so far, container by container or by time."""
-        ...
+def pods_of(cluster: Cluster, job: str) -> list[dict[str, Any]]:
+    """Returns the existing pods of a Job, the oldest first."""
+    pods = cluster.list("pods", f"batch.kubernetes.io/job-name={job}")
+    return sorted(pods, key=lambda pod: (pod["metadata"].get("creationTimestamp", ""), pod["metadata"]["name"]))
 
 
-class PodLogs:
-    """Logs from the kubelets of a cluster."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-
-    def has(self, job: str) -> bool:
-        return bool(self._pods(job))
-
-    def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
-        for pod in self._pods(job):
-            name, spec = pod["metadata"]["name"], pod["spec"]
-            for container in (part["name"] for part in [*spec.get("initContainers", ()), *spec["containers"]]):
-                text = self._cluster.log(name, container, since=stamp_of(since) if since else None)
-                for line in (text or "").splitlines():
-                    at, _, words = line.partition(" ")
-                    yield LogLine(at, name, container, words)
-
-    def _pods(self, job: str) -> list[dict[str, Any]]:
-        pods = self._cluster.list("pods", f"batch.kubernetes.io/job-name={job}")
-        return sorted(pods, key=lambda pod: (pod["metadata"].get("creationTimestamp", ""), pod["metadata"]["name"]))
+def pod_lines(cluster: Cluster, job: str, since: datetime | None) -> Iterator[LogLine]:
+    """Yields the lines of a Job from the kubelets, container by container; see `ReadLog`."""
+    for pod in pods_of(cluster, job):
+        name, spec = pod["metadata"]["name"], pod["spec"]
+        for container in (part["name"] for part in [*spec.get("initContainers", ()), *spec["containers"]]):
+            text = cluster.log(name, container, since=stamp_of(since) if since else None)
+            for line in (text or "").splitlines():
+                at, _, words = line.partition(" ")
+                yield LogLine(at, name, container, words)
 
 
 def followed(
-    logs: JobLogs, job: str, *, since: datetime | None, has_ended: Callable[[], bool], pause_seconds: float = 2.0
+    read: ReadLog, *, since: datetime | None, has_ended: Callable[[], bool], pause_seconds: float = 2.0
 ) -> Iterator[LogLine]:
     """Yields new lines, each once, until the job has ended and its last line was yielded."""
     seen: set[LogLine] = set()
     while True:
         ended = has_ended()
-        lines = [line for line in logs.read(job, since=since) if line not in seen]
+        lines = [line for line in read(since) if line not in seen]
         yield from sorted(lines, key=lambda line: (moment_of(line.at), line.pod, line.container))
         if ended:
             return

@@ -17,7 +17,7 @@ from resources.config import CpuConfig, GpuConfig, TpuConfig
 from resources.errors import BadInput
 from resources.gke import GPU_NAMES, TPU_NAMES
 from tasks.errors import SinkFailed
-from tasks.eval_jobs.helm import entries_in
+from tasks.eval_jobs.helm import RunEntry, read_run_entries
 from tasks.eval_jobs.here import fetch_model, flat_tags, job_tags, prepare, sink_of
 from tasks.eval_jobs.job_file import ComputeConfig, JobFile, ModelSource, advice
 from tasks.eval_jobs.manifests import written
@@ -55,11 +55,9 @@ def test_seed_files_are_accepted_unchanged():
     assert config.pool_config is not None
     assert config.pool_config.resource_config.device == GpuConfig(variant="nvidia-tesla-t4")
     assert config.run_name == "model-3969f731"
-    assert [entry.arguments.get("subject") for entry in read.entries][1:] == [
-        "abstract_algebra",
-        "anatomy",
-        "college_chemistry",
-    ]
+    assert [(entry.name, entry.priority) for entry in read.entries] == [
+        ("boolq", 1), ("mmlu", 2), ("mmlu", 3), ("mmlu", 4)
+    ]  # fmt: skip
     first, second = advice(read.job)
     assert first.startswith("image_tag: latest") and second.startswith("evaluation_path is unset")
 
@@ -102,16 +100,19 @@ def test_mistake_is_named_with_its_field_line_and_remedy(
     ("text", "words"),
     [
         ('entries: [ {description: "mmlu"', "line 1, column"),
-        ("[1, 2]", "the keys none"),
-        ("entries: []", "the keys entries"),
-        ("entries: [{priority: 1}]", "priority"),
-        ('entries: [{description: "mmlu:subject"}]', "mmlu:subject"),
+        ("[1, 2]", "entries: Field required"),
+        ("entries: []", "at least 1 item"),
+        ("entries: [{priority: 1}]", "description: Field required"),
+        ('entries: [{description: "mmlu:subject"}]', "such as mmlu:subject=anatomy, found 'mmlu:subject'"),
         ("entries: ${nowhere}", "nowhere"),
     ],
 )
-def test_conf_that_is_no_hocon_or_has_no_run_entries_is_refused_with_its_place(text: str, words: str) -> None:
+def test_conf_that_is_no_hocon_or_has_no_run_entries_is_refused_with_its_place(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    (tmp_path / "run_specs.conf").write_text(text)
     with pytest.raises(BadInput, match=r"run_specs\.conf") as refused:
-        entries_in(text, source="run_specs.conf")
+        read_run_entries(str(tmp_path / "run_specs.conf"))
     assert words in refused.value.found
 
 
@@ -152,7 +153,7 @@ def test_evaluation_is_any_evaluator_any_suite_or_helm_on_the_resources_of_the_j
     assert isinstance(suite, SuiteRequest) and suite.model_name == "a"
     assert suite.resource_config is not None and suite.resource_config.device == CpuConfig()
     nested = with_seed(helm=None, evaluation={"helm": {"args": ["-n", "4", "--groups-to-run", "a", "b"]}})
-    options = evaluation_of(nested, entries=entries_in('entries: [{description: "mmlu:a=1"}]', source="x"))
+    options = evaluation_of(nested, entries=[RunEntry(description="mmlu:a=1")])
     assert isinstance(options, EvaluationConfig)
     assert options.evaluator.model_dump(include={"num_threads", "groups"}) == {"num_threads": 4, "groups": ("a", "b")}
 
