@@ -1,4 +1,4 @@
-"""Behaviour of actors on every backend: calls, errors, limits, deaths, restarts, groups."""
+"""Behaviour of actors on every backend: calls, errors, limits, deaths, restarts, groups, and the leased queue."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 from fakes.clients import CLIENTS
 from fakes.polling import eventually
 from resources.actors.actors import ActorHandle, actor_variables, create_actor, create_actor_group, get_actor
+from resources.actors.leased_queue import LeasedQueue, LeaseLost
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.errors import ActorDied, ActorMethodFailed, ActorRestarted, BadInput, JobTimeout
@@ -27,6 +28,8 @@ pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("small_workspace"
 
 AT_ONCE = 4
 ANSWER_SECONDS = 30.0
+QUEUE_ITEMS = 40
+QUEUE_LEASE_SECONDS = 2.0  # of the killed consumer; those of the others are longer than the test
 
 
 class Unsendable(Exception):
@@ -280,9 +283,7 @@ def test_job_calls_actors_it_was_sent_or_looked_up_and_those_it_creates_die_with
         (folder / "created").touch()
         time.sleep(300)
 
-    call = Entrypoint.from_callable(create, [kit, tmp_path])
-    environment = create_environment(env_vars=actor_variables())
-    creator = client.submit(JobRequest("creator", call, resources=ResourceConfig(), environment=environment))
+    creator = client.submit(job_with_actors("creator", create, kit, tmp_path))
     eventually((tmp_path / "created").exists)
     assert (tmp_path / "pids").read_text() == f"{kit.pid()} {kit.pid()}"
     inner = get_actor(client, "inner")
@@ -342,3 +343,54 @@ def test_options_that_mean_nothing_are_refused(client: Client, options: dict[str
         create_actor(client, Kit, **{"name": "refused", **options})  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadInput):
         create_actor_group(client, Kit, name="refused", count=0)
+
+
+def test_items_of_a_killed_consumer_and_an_orphan_are_finished_by_others(client: Client, tmp_path: Path) -> None:
+    def take_and_hang(queue: ActorHandle, path: Path) -> None:
+        lease = queue.pop(QUEUE_LEASE_SECONDS)
+        path.with_suffix(".unfinished").write_text(f"{os.getpid()} {lease.item}")
+        path.with_suffix(".unfinished").rename(path)
+        time.sleep(300)
+
+    def consume(queue: ActorHandle) -> None:
+        while (counts := queue.counts()).waiting + counts.leased:
+            lease = queue.pop(300.0)
+            if lease is None:
+                time.sleep(0.02)
+            elif lease.item == "orphan":
+                queue.release(lease.lease_id)
+            else:
+                queue.done(lease.lease_id)
+
+    queue = create_actor(client, LeasedQueue, name="items", max_deliveries=3)
+    queue.push("orphan")
+    doomed = client.submit(
+        job_with_actors("doomed", take_and_hang, queue, tmp_path / "taken", max_retries_preemption=0)
+    )
+    eventually((tmp_path / "taken").exists)
+    pid, item = (tmp_path / "taken").read_text().split()
+    assert item == "orphan"
+    for number in range(QUEUE_ITEMS):
+        queue.push(number)
+    os.kill(int(pid), signal.SIGKILL)
+    consumers = [client.submit(job_with_actors(f"consumer-{index}", consume, queue)) for index in range(2)]
+    assert [consumer.wait(60) for consumer in consumers] == [JobStatus.SUCCEEDED] * 2
+    assert doomed.wait(20, raise_on_failure=False) is JobStatus.FAILED
+    counts = queue.counts()
+    assert (counts.done, counts.dead, counts.waiting, counts.leased) == (QUEUE_ITEMS, 1, 0, 0)
+    assert [(letter.item, letter.deliveries) for letter in queue.dead_letters()] == [("orphan", 3)]
+    queue.push("more")
+    lease = queue.pop()
+    queue.done(lease.lease_id)
+    with pytest.raises(LeaseLost, match="offered again"):
+        queue.done(lease.lease_id)
+
+
+def job_with_actors(name: str, function: object, *args: object, **options: int) -> JobRequest:
+    return JobRequest(
+        name,
+        Entrypoint.from_callable(function, args),  # pyright: ignore[reportArgumentType]
+        resources=ResourceConfig(),
+        environment=create_environment(env_vars=actor_variables()),
+        **options,  # pyright: ignore[reportArgumentType]
+    )

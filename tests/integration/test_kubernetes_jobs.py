@@ -114,16 +114,6 @@ def test_pod_evicted_after_pods_were_listed_and_before_its_job_is_read_counts_as
         job.wait(30)
 
 
-def test_lost_pod_takes_processes_without_its_environment_along(
-    client: KubernetesClient, server: KubernetesServer, tmp_path: Path
-) -> None:
-    job = client.submit(request(f"env -i setsid sh -c 'echo $$ > {tmp_path}/pid; {FOR_EVER}' & wait"))
-    pid = eventual_pid(tmp_path / "pid")
-    server.lose_node_of(running_pod(server, job))
-    assert not is_alive(pid)
-    job.terminate()
-
-
 def test_evicted_pod_that_ends_well_on_sigterm_has_not_succeeded(
     client: KubernetesClient, server: KubernetesServer, tmp_path: Path
 ) -> None:

@@ -121,13 +121,6 @@ def test_manifest_requests_and_limits_the_share_of_a_replica() -> None:
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
 
 
-def test_manifest_never_restarts_a_pod_by_itself_and_waits_for_its_secret() -> None:
-    spec = manifest(ResourceConfig(replicas=3))["spec"]
-    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (3, 3, "Indexed")
-    assert (spec["backoffLimitPerIndex"], spec["template"]["spec"]["restartPolicy"]) == (0, "Never")
-    assert spec["suspend"]
-
-
 def test_manifest_shows_no_variable_and_no_argument_but_the_given_name() -> None:
     job = manifest(ResourceConfig())
     assert SECRET_WORD not in json.dumps(job)
@@ -147,11 +140,6 @@ def test_gpu_model_becomes_the_label_of_its_nodes(variant: str, gke: str) -> Non
     where = placement(ResourceConfig.with_gpu(variant))
     assert where.node_selector == {"cloud.google.com/gke-accelerator": gke}
     assert not placement(ResourceConfig.with_gpu()).node_selector
-
-
-def test_gpu_model_that_no_node_is_labelled_with_is_refused() -> None:
-    with pytest.raises(UnsatisfiableResources, match="h100-80gb"):
-        placement(ResourceConfig.with_gpu("Voodoo2"))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +203,9 @@ def test_several_slices_of_several_vms_are_a_jobset_with_a_job_and_a_node_pool_f
     assert (slices["replicas"], job["completions"], job["parallelism"]) == (3, 4, 4)
     assert job["backoffLimitPerIndex"] == 0
     assert slices["template"]["metadata"]["labels"] == job["template"]["metadata"]["labels"]
-    assert manifest(ResourceConfig.with_tpu("v6e-8", slice_count=2))["kind"] == "Job"
+    single = manifest(ResourceConfig.with_tpu("v6e-8", slice_count=2))
+    assert (single["kind"], single["spec"]["completions"], single["spec"]["completionMode"]) == ("Job", 2, "Indexed")
+    assert (single["spec"]["backoffLimitPerIndex"], single["spec"]["suspend"]) == (0, True)
 
 
 def test_queue_label_is_on_the_waiting_object_only() -> None:
@@ -248,13 +238,17 @@ def test_pod_of_a_slice_knows_its_replica_and_where_slices_find_each_other_unles
     assert (environment["MEGASCALE_NUM_SLICES"], environment["MEGASCALE_SLICE_ID"]) == ("2", "1")
 
 
-def test_tpu_slice_that_gke_has_no_nodes_for_is_refused_and_a_topology_that_is_given_wins() -> None:
-    with pytest.raises(UnsatisfiableResources, match="v5litepod-2"):
-        placement(ResourceConfig.with_tpu("v5litepod-2"))
-    with pytest.raises(
-        UnsatisfiableResources, match=r"v5litepod-8 or v6e-8[\s\S]*Ask for one of them, or submit to Ray"
+def test_device_that_gke_has_no_nodes_for_is_refused_and_a_given_topology_wins() -> None:
+    for resources, words in (
+        (ResourceConfig.with_gpu("Voodoo2"), "h100-80gb"),
+        (ResourceConfig.with_tpu("v5litepod-2"), "v5litepod-2"),
+        (
+            ResourceConfig.with_tpu(["v5litepod-8", "v6e-8"]),
+            r"v5litepod-8 or v6e-8[\s\S]*one of them, or submit to Ray",
+        ),
     ):
-        placement(ResourceConfig.with_tpu(["v5litepod-8", "v6e-8"]))
+        with pytest.raises(UnsatisfiableResources, match=words):
+            placement(resources)
     given = ResourceConfig(device=TpuConfig(variant="v4-32", topology="1x4x4"))
     assert placement(given).node_selector["cloud.google.com/gke-tpu-topology"] == "1x4x4"
 

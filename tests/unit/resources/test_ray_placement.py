@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from resources.backends.ray.demand import allowed_nodes, best_selector, reason_to_wait, refusal, share_of
-from resources.backends.ray.nodes import NODE_LABEL, REGION_LABEL, ZONE_LABEL, RayNode, room
+from resources.backends.ray.nodes import NODE_LABEL, REGION_LABEL, ZONE_LABEL, RayNode
 from resources.backends.ray.placement import place
 from resources.config import ResourceConfig
 
@@ -36,20 +36,6 @@ def node(
 
 def in_region(name: str, region: str, zone: str = "a") -> RayNode:
     return node(name, labels={REGION_LABEL: region, ZONE_LABEL: f"{region}-{zone}"})
-
-
-@pytest.mark.parametrize(
-    ("share", "fits"),
-    [
-        ({"CPU": 1.0}, 8),
-        ({"CPU": 3.0}, 2),  # 2 on the node with 6, none on the node with 2
-        ({"CPU": 2.0, "memory": 20.0 * GIB}, 2),
-        ({"CPU": 1.0, "GPU": 1.0}, 0),
-        ({"CPU": 0.1}, 80),
-    ],
-)
-def test_room_over_nodes_counts_shares_that_fit_on_a_single_node(share: dict[str, float], fits: int) -> None:
-    assert room([node("a", cpus=6).free, node("b", cpus=2).free], share) == fits
 
 
 def test_job_that_must_not_be_preempted_goes_to_the_head_or_to_nodes_bought_on_demand() -> None:
@@ -152,13 +138,6 @@ def test_request_that_no_waiting_would_help_is_refused_with_the_nearest_that_is_
     assert refused is not None
     assert expected in refused.expected
     assert problem in refused.found
-
-
-def test_regions_on_a_cluster_without_node_labels_are_refused() -> None:
-    refused = refusal([node("a")], ResourceConfig(regions=("us-east1",)), 1)
-    assert refused is not None
-    assert refused.found == "no node of the cluster says where it is"
-    assert "RAY_NODE_REGION" in refused.remedy
 
 
 def test_gpu_type_in_any_spelling_becomes_the_one_of_the_nodes() -> None:
