@@ -13,7 +13,7 @@ from flows.console.console import Json, note, print_json, say
 from resources.errors import BadInput
 from resources.storage.bounded_folder import size_text
 from tasks.contamination.imported import import_flags as imported
-from tasks.contamination.scan import Progress, Settings, scan
+from tasks.contamination.scan import ScanProgress, ScanSettings, scan
 from tasks.contamination.texts import TextSource, training_texts
 from tasks.records.questions.asked import AskedQuestion, every_question
 from tasks.records.questions.flags import Flags, Tool
@@ -59,10 +59,10 @@ def scan_texts(
             found="; ".join(not_read) or "none",
             remedy="name files, such as --texts 'data/*.jsonl.gz'",
         )
-    settings = Settings(n=n, shortest=shortest, threshold=threshold)
+    settings = ScanSettings(n=n, shortest=shortest, threshold=threshold)
     settings.check()
 
-    def show(progress: Progress) -> None:
+    def show(progress: ScanProgress) -> None:
         size = f"{size_text(progress.bytes)} of {size_text(progress.of_bytes)}"
         note(f"{progress.parts:,} of {progress.of:,} parts, {size}")
 

@@ -23,7 +23,7 @@ from tasks.policies.reconciliation import Reconciliation, RunListing
 from tasks.policies.reconciliation import reconcile as decide
 from tasks.policies.snapshot import Estimates, run_folder, take_snapshot
 from tasks.policies.views import cost_lines, gaps_json, gaps_table, plan_json, plan_table, status_json, status_tables
-from tasks.prefect_server.progress import Event, Judged, Notice, Raised, Update, listening
+from tasks.prefect_server.progress import Event, Judged, Notice, RaisedAlert, Update, listening
 from tasks.records.record import find_records, read_records
 from tasks.records.verdicts import Verdict
 from tasks.reports.artifacts import REPORT_NAME
@@ -207,7 +207,7 @@ def reconcile(policy: PolicyFile, /, *, gating: GateOptions = GateOptions(), as_
         def take(update: Update) -> None:
             if isinstance(update, Judged):
                 verdicts.append(update.verdict)
-            elif isinstance(update, Raised):
+            elif isinstance(update, RaisedAlert):
                 alert_lines.append(update.text)
             if isinstance(update, Event) and not isinstance(update, Notice) and elsewhere:  # prices: none is skipped
                 say(update.text, to=ERR)

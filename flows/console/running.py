@@ -14,7 +14,7 @@ from flows.console.live import live_view
 from resources.errors import AssayError, BadInput
 from tasks.prefect_server.embedded import EmbeddedServer, embedded_server
 from tasks.prefect_server.lazy import server_named
-from tasks.prefect_server.progress import CellDone, Judged, Raised, Update, listening
+from tasks.prefect_server.progress import CellDone, Judged, RaisedAlert, Update, listening
 from tasks.records.current import current_records
 from tasks.records.record import Record, now, read_records
 from tasks.records.verdicts import Verdict
@@ -75,7 +75,7 @@ def run_series(
                 evaluated.add(update.cell)
             elif isinstance(update, Judged):
                 verdict = update.verdict
-            elif isinstance(update, Raised):
+            elif isinstance(update, RaisedAlert):
                 alerts.append(update.text)
             show(update)
 

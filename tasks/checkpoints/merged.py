@@ -44,12 +44,12 @@ def merge_reference(checkpoint: Checkpoint) -> MergeReference | None:
     """Returns how a complete merged checkpoint is computed, for its records; None for other checkpoints."""
     if (merge := merge_of(checkpoint.uri)) is None:
         return None
-    weights = merge.weights(len(checkpoint.inputs))
-    return MergeReference(
-        kind=merge.kind,
-        parameter=merge.parameter,
-        inputs=tuple(_input(each, weight) for each, weight in zip(checkpoint.inputs, weights, strict=True)),
-    )
+    inputs: list[MergedInput] = []
+    for each, weight in zip(checkpoint.inputs, merge.weights(len(checkpoint.inputs)), strict=True):
+        assert each.folder is not None, "only complete checkpoints are evaluated"
+        digest = digest_model_folder(each.folder).checkpoint
+        inputs.append(MergedInput(uri=each.uri, run=each.run, step=each.step, digest=digest, weight=weight))
+    return MergeReference(kind=merge.kind, parameter=merge.parameter, inputs=tuple(inputs))
 
 
 def write_merged(checkpoint: Checkpoint, target: Path) -> None:
@@ -79,12 +79,6 @@ def write_merged(checkpoint: Checkpoint, target: Path) -> None:
                     os.fsync(written.fileno())
             staged.verify()
             content.rename(target)
-
-
-def _input(checkpoint: Checkpoint, weight: float) -> MergedInput:
-    assert checkpoint.folder is not None, "only complete checkpoints are evaluated"
-    digest = digest_model_folder(checkpoint.folder).checkpoint
-    return MergedInput(uri=checkpoint.uri, run=checkpoint.run, step=checkpoint.step, digest=digest, weight=weight)
 
 
 def _chosen(source: Source, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:

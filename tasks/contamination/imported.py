@@ -40,7 +40,7 @@ _Finding = tuple[Sequence[AskedQuestion], dict[str, Any]]
 """Questions, and the fields of their flags."""
 
 
-class Asked:
+class QuestionLookup:
     """The questions of records, searchable by benchmark, name, position in their data, and words."""
 
     def __init__(self, questions: Sequence[AskedQuestion]) -> None:
@@ -107,14 +107,17 @@ def import_flags(
         covers: benchmarks or patterns of which the tool reports matches only: their other questions are clean. All
             other questions without a finding were not searched for.
     """
-    asked = Asked(questions)
-    flags = {_key(question): _flag(question, {"flagged": False}) for each in covers for question in asked.of(each)}
+    asked = QuestionLookup(questions)
+    flags: dict[tuple[str, str, str], QuestionFlag] = {}
+    for question in (question for each in covers for question in asked.of(each)):
+        flags[question.benchmark, question.id, question.digest] = _flag(question, {"flagged": False})
     unknown = 0
     for among, fields in {"decon": _decon, "marin": _marin, "list": _list}[tool](files, asked, benchmark):
         unknown += not among
         for flag in (_flag(question, fields) for question in among):
             key = flag.benchmark, flag.id, flag.text
-            if key not in flags or _weight(flag) >= _weight(flags[key]):
+            standing = flags.get(key, flag)
+            if (flag.flagged, flag.score or 0.0) >= (standing.flagged, standing.score or 0.0):
                 flags[key] = flag
     search = Search(
         name=name,
@@ -129,16 +132,8 @@ def import_flags(
     return write_flags(evaluation_path, search, flags.values())
 
 
-def _key(question: AskedQuestion) -> tuple[str, str, str]:
-    return question.benchmark, question.id, question.digest
-
-
 def _flag(question: AskedQuestion, fields: dict[str, Any]) -> QuestionFlag:
     return QuestionFlag(benchmark=question.benchmark, id=question.id, text=question.digest, **fields)
-
-
-def _weight(flag: QuestionFlag) -> tuple[bool, float]:
-    return flag.flagged, flag.score or 0.0
 
 
 def _files(locations: Sequence[str], *, ending: str) -> list[str]:
@@ -192,7 +187,7 @@ def _score(value: object, place: str) -> float | None:
     return number
 
 
-def _decon(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[_Finding]:
+def _decon(files: Sequence[str], asked: QuestionLookup, benchmark: str | None) -> Iterator[_Finding]:
     known: dict[tuple[str, str], list[AskedQuestion]] = {}
     for uri in _files(files, ending=".jsonl"):
         for place, line in _objects(uri):
@@ -221,7 +216,7 @@ def _decon(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterato
             )
 
 
-def _list(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[_Finding]:
+def _list(files: Sequence[str], asked: QuestionLookup, benchmark: str | None) -> Iterator[_Finding]:
     for uri in _files(files, ending=""):
         name = uri.lower()
         is_json = name.endswith((".jsonl", ".json"))
@@ -270,7 +265,7 @@ def _by_column(row: Mapping[str, Any]) -> dict[str, Any]:
 # occur in evaluation texts (`matched_hashes`); `eval_hash_index.parquet` lists the hashes that were searched for. Its
 # names of evaluation records differ from question names in Assay, so the questions' n-grams are hashed in its way:
 # words between white space, unchanged, within paragraphs.
-def _marin(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[_Finding]:
+def _marin(files: Sequence[str], asked: QuestionLookup, benchmark: str | None) -> Iterator[_Finding]:
     hashes = [(question, _features(question.raw)) for question in asked.of(benchmark)]
     all_hashes = set().union(*(own for _, own in hashes))
     looked_for: set[int] = set()

@@ -34,7 +34,7 @@ class Match(NamedTuple):
 
 
 @dataclass
-class Finding:
+class Overlap:
     """The findings about a question: its n-grams as bits, the longest match, and its location."""
 
     seen: int = 0
@@ -44,7 +44,7 @@ class Finding:
     text: str = ""
     answer: bool = False
 
-    def add(self, other: Finding) -> None:
+    def add(self, other: Overlap) -> None:
         """Merges another finding; of equal lengths, the first location in order wins, in any order of calls."""
         self.seen |= other.seen
         self.answer |= other.answer
@@ -95,7 +95,7 @@ class QuestionIndex:
         return length - self.gram(question) + 1 if length else 0
 
     def search(
-        self, texts: Sequence[str], findings: dict[int, Finding], *, places: Sequence[tuple[str, int, int]]
+        self, texts: Sequence[str], findings: dict[int, Overlap], *, places: Sequence[tuple[str, int, int]]
     ) -> int:
         """Adds the findings of all questions in some texts to `findings`, and returns the texts' number of words."""
         import numpy as np
@@ -165,12 +165,12 @@ class QuestionIndex:
         self,
         match: Match,
         words: Words,
-        findings: dict[int, Finding],
+        findings: dict[int, Overlap],
         *,
         between: np.ndarray,
         places: Sequence[tuple[str, int, int]],
     ) -> None:
-        finding = findings.get(match.question, Finding())
+        finding = findings.get(match.question, Overlap())
         bits = ((1 << (match.length - self.gram(match.question) + 1)) - 1) << match.first
         answer = self._answers[match.question]
         if finding.seen & bits == bits and finding.longest >= match.length and (finding.answer or not answer):
@@ -185,7 +185,7 @@ class QuestionIndex:
         window = words.between(end, min(last, end + _WINDOW + len(answer)))
         follows = bool(answer) and b" %b " % b" ".join(answer) in b" %b " % b" ".join(window)
         shown = b" ".join(matched_words[:_SHOWN_WORDS]).decode(errors="replace")
-        finding.add(Finding(bits, match.length, places[text], shown, follows))
+        finding.add(Overlap(bits, match.length, places[text], shown, follows))
         findings[match.question] = finding
 
 

@@ -13,8 +13,8 @@ from multiprocessing import get_context, parent_process
 
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.contamination.matching import Finding, QuestionIndex
-from tasks.contamination.texts import Part, Reading, TextSource, parts_of, texts_in
+from tasks.contamination.matching import Overlap, QuestionIndex
+from tasks.contamination.texts import ReadingCounts, TextPart, TextSource, parts_of, texts_in
 from tasks.records.provenance import versions
 from tasks.records.questions.asked import AskedQuestion
 from tasks.records.questions.flags import FOLDER, Evidence, Flags, QuestionFlag, Search, write_flags
@@ -25,7 +25,7 @@ _PARTS = ".parts"
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScanSettings:
     """Parameters of a scan; by default as in Marin's datakit and for GPT-3."""
 
     n: int = 13
@@ -49,13 +49,13 @@ class Settings:
 class PartResult:
     """Result of a part of the texts: findings by question, and reading statistics."""
 
-    findings: dict[int, Finding] = field(default_factory=dict)
-    reading: Reading = field(default_factory=Reading)
+    findings: dict[int, Overlap] = field(default_factory=dict)
+    reading: ReadingCounts = field(default_factory=ReadingCounts)
     words: int = 0
 
     def add(self, other: PartResult) -> None:
         for number, finding in other.findings.items():
-            self.findings.setdefault(number, Finding()).add(finding)
+            self.findings.setdefault(number, Overlap()).add(finding)
         self.words += other.words
         self.reading.documents += other.reading.documents
         self.reading.unreadable += other.reading.unreadable
@@ -68,7 +68,7 @@ class PartResult:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ScanProgress:
     """Progress of a scan: finished parts and all parts, with their bytes."""
 
     parts: int
@@ -83,10 +83,10 @@ def scan(
     sources: Sequence[TextSource],
     questions: Sequence[AskedQuestion],
     *,
-    settings: Settings,
+    settings: ScanSettings,
     not_read: Sequence[str] = (),
     processes: int | None = None,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[ScanProgress], None] = lambda progress: None,
 ) -> Flags:
     """Searches training texts for questions, and writes the findings next to the records, as flags called `name`.
     `not_read`: parts of the training data that cannot be searched, for the report. `processes`: number of parallel
@@ -100,7 +100,7 @@ def scan(
     for part, result in _results(parts, index, settings=settings, kept=kept, processes=processes):
         whole.add(result)
         done, done_bytes = done + 1, done_bytes + part.bytes
-        on_progress(Progress(done, len(parts), done_bytes, of_bytes))
+        on_progress(ScanProgress(done, len(parts), done_bytes, of_bytes))
     question_flags = list(_flags(index, whole.findings, threshold=settings.threshold))
     files = {part.uri: part.size for part in parts}
     search = Search(
@@ -128,7 +128,7 @@ def scan(
     return flags
 
 
-def scan_part(index: QuestionIndex, part: Part) -> PartResult:
+def scan_part(index: QuestionIndex, part: TextPart) -> PartResult:
     """Searches a part of the texts for questions."""
     result = PartResult()
     batch: list[str] = []
@@ -147,8 +147,8 @@ def scan_part(index: QuestionIndex, part: Part) -> PartResult:
 
 
 def _results(
-    parts: Sequence[Part], index: QuestionIndex, *, settings: Settings, kept: str, processes: int | None
-) -> Iterator[tuple[Part, PartResult]]:
+    parts: Sequence[TextPart], index: QuestionIndex, *, settings: ScanSettings, kept: str, processes: int | None
+) -> Iterator[tuple[TextPart, PartResult]]:
     asked = hashlib.sha256(repr([question[2:4] for question in index.questions]).encode()).hexdigest()
     names = {part: storage.join(kept, f"{_key(part, asked, settings)}.json") for part in parts}
     kept_files = {file.uri for file in storage.list_files(kept)}
@@ -162,8 +162,8 @@ def _results(
 
 
 def _scanned(
-    parts: Sequence[Part], index: QuestionIndex, *, settings: Settings, processes: int
-) -> Iterator[tuple[Part, PartResult]]:
+    parts: Sequence[TextPart], index: QuestionIndex, *, settings: ScanSettings, processes: int
+) -> Iterator[tuple[TextPart, PartResult]]:
     if min(processes, len(parts)) < 2:
         yield from ((part, scan_part(index, part)) for part in parts)
         return
@@ -182,7 +182,7 @@ def _scanned(
         workers.shutdown(wait=True, cancel_futures=True)
 
 
-def _key(part: Part, asked: str, settings: Settings) -> str:
+def _key(part: TextPart, asked: str, settings: ScanSettings) -> str:
     follows_from = repr((part, asked, settings.n, settings.shortest, versions()["assay"]))
     return hashlib.sha256(follows_from.encode()).hexdigest()[:32]
 
@@ -190,18 +190,18 @@ def _key(part: Part, asked: str, settings: Settings) -> str:
 def _parsed(content: bytes) -> PartResult:
     read = json.loads(content)
     findings = {
-        int(number): Finding(**{**finding, "seen": int(finding["seen"], 16), "place": tuple(finding["place"])})
+        int(number): Overlap(**{**finding, "seen": int(finding["seen"], 16), "place": tuple(finding["place"])})
         for number, finding in read["findings"].items()
     }
-    return PartResult(findings, Reading(**read["reading"]), read["words"])
+    return PartResult(findings, ReadingCounts(**read["reading"]), read["words"])
 
 
-def _flags(index: QuestionIndex, findings: dict[int, Finding], *, threshold: float) -> Iterator[QuestionFlag]:
+def _flags(index: QuestionIndex, findings: dict[int, Overlap], *, threshold: float) -> Iterator[QuestionFlag]:
     for number, question in enumerate(index.questions):
         grams = index.grams(number)
         if grams == 0:
             continue
-        finding = findings.get(number, Finding())
+        finding = findings.get(number, Overlap())
         score = finding.seen.bit_count() / grams
         file, start, document = finding.place
         place = f"{file}, document {document}" + (f" after byte {start:,}" if start else "")
@@ -220,12 +220,12 @@ def _flags(index: QuestionIndex, findings: dict[int, Finding], *, threshold: flo
 _indexes: list[QuestionIndex] = []
 
 
-def _begin(questions: Sequence[AskedQuestion], settings: Settings) -> None:
+def _begin(questions: Sequence[AskedQuestion], settings: ScanSettings) -> None:
     _indexes.append(QuestionIndex(questions, n=settings.n, shortest=settings.shortest))
     parent = parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def _work(part: Part) -> PartResult:
+def _work(part: TextPart) -> PartResult:
     return scan_part(_indexes[0], part)

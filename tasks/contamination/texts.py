@@ -49,7 +49,7 @@ class TextSource:
 
 
 @dataclass(frozen=True)
-class Part:
+class TextPart:
     """A share of the texts for a single process: a file, or the lines of it that begin in a range of bytes."""
 
     uri: str
@@ -66,7 +66,7 @@ class Part:
 
 
 @dataclass
-class Reading:
+class ReadingCounts:
     """Statistics of reading a part: `unreadable` lines are no JSON, `without_text` have no text in the field."""
 
     documents: int = 0
@@ -101,9 +101,9 @@ def training_texts(uri: str) -> tuple[list[TextSource], list[str]]:
     return sources, not_read
 
 
-def parts_of(sources: Iterable[TextSource]) -> list[Part]:
+def parts_of(sources: Iterable[TextSource]) -> list[TextPart]:
     """Returns the parts of all files in the sources, without duplicates."""
-    parts_by_file: dict[tuple[str, str], list[Part]] = {}
+    parts_by_file: dict[tuple[str, str], list[TextPart]] = {}
     listed: dict[str, dict[str, FileInfo]] = {}
     for source in sources:
         for location in _without_braces(source.location):
@@ -112,7 +112,7 @@ def parts_of(sources: Iterable[TextSource]) -> list[Part]:
     return [part for parts in parts_by_file.values() for part in parts]
 
 
-def texts_in(part: Part, reading: Reading) -> Iterator[str]:
+def texts_in(part: TextPart, reading: ReadingCounts) -> Iterator[str]:
     """Yields the texts of a part; texts longer than 1 MiB in overlapping pieces."""
     match part.form:
         case "lines":
@@ -179,7 +179,7 @@ def _listed(uri: str, folders: dict[str, dict[str, FileInfo]]) -> FileInfo:
     return folders[folder].get(uri) or storage.list_files(uri)[0]
 
 
-def _parts(file: FileInfo, name: str) -> list[Part]:
+def _parts(file: FileInfo, name: str) -> list[TextPart]:
     uri, known = file.uri, _ending(file.uri)
     if known is None:
         raise BadInput(
@@ -189,11 +189,13 @@ def _parts(file: FileInfo, name: str) -> list[Part]:
         )
     form, packed = known
     mark = file.checksum or f"{file.size} {file.modified}"
-    whole = Part(uri, form, name, file.size, mark)
+    whole = TextPart(uri, form, name, file.size, mark)
     if form != "lines" or packed or file.size <= _PART_BYTES:
         return [whole]
     ends = [*range(_PART_BYTES, file.size, _PART_BYTES), file.size]
-    return [Part(uri, form, name, file.size, mark, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    return [
+        TextPart(uri, form, name, file.size, mark, start, end) for start, end in zip([0, *ends], ends, strict=False)
+    ]
 
 
 @contextmanager
@@ -209,7 +211,7 @@ def _unpacked(uri: str) -> Iterator[Any]:
                 yield stream
 
 
-def _from_lines(part: Part, reading: Reading) -> Iterator[str]:
+def _from_lines(part: TextPart, reading: ReadingCounts) -> Iterator[str]:
     import orjson
 
     with _unpacked(part.uri) as file:
@@ -225,7 +227,7 @@ def _from_lines(part: Part, reading: Reading) -> Iterator[str]:
                 yield text
 
 
-def _lines(file: BinaryIO, part: Part) -> Iterator[bytes]:
+def _lines(file: BinaryIO, part: TextPart) -> Iterator[bytes]:
     at = part.start
     if part.start > 0:  # a line that continues here belongs to the part before
         file.seek(part.start - 1)
@@ -254,7 +256,7 @@ def _lines(file: BinaryIO, part: Part) -> Iterator[bytes]:
         yield b"".join(rest)
 
 
-def _from_parquet(part: Part, reading: Reading) -> Iterator[str]:
+def _from_parquet(part: TextPart, reading: ReadingCounts) -> Iterator[str]:
     from pyarrow import ArrowInvalid, parquet
 
     with storage.opened(part.uri) as file:
@@ -272,7 +274,7 @@ def _from_parquet(part: Part, reading: Reading) -> Iterator[str]:
             raise BadInput(expected=f"Parquet in {part.uri}", found=str(error), remedy="write it again") from error
 
 
-def _text(document: object, name: str, reading: Reading) -> str | None:
+def _text(document: object, name: str, reading: ReadingCounts) -> str | None:
     value: Any = document.get(name) if isinstance(document, dict) else None
     if isinstance(value, list):
         turns = [turn.get("content") for turn in value if isinstance(turn, dict)]
@@ -284,7 +286,7 @@ def _text(document: object, name: str, reading: Reading) -> str | None:
     return None
 
 
-def _from_text(part: Part, reading: Reading) -> Iterator[str]:
+def _from_text(part: TextPart, reading: ReadingCounts) -> Iterator[str]:
     reading.documents = 1
     with _unpacked(part.uri) as file:
         rest = b""

@@ -1,11 +1,14 @@
-"""The Prefect tasks of a generation: plan, answers of each checkpoint, manifests."""
+"""The Prefect tasks of a generation: plan, answers of each checkpoint, manifests.
+
+A checkpoint has a queue and workers, which are restarted when they die, until all shards are written.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,21 +25,21 @@ from pools.engine.launch import Servable, environment_name
 from pools.jobs import Restarts, placed_with, pool_environment
 from pools.pool.session import PoolSession
 from pools.settings import POOL_KEY_VARIABLE
-from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
+from pools.weights.model_files import digest_model_folder
 from resources.actors.actors import ActorHandle, actor_variables, create_actor
 from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import ActorCallLost, ActorDied, BackendUnavailable, BadInput, JobFailed
-from resources.jobs.jobs import Call, Client, JobHandle, JobRequest, JobStatus
+from resources.jobs.jobs import Call, JobHandle, JobRequest, JobStatus
 from resources.storage import storage
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.discovery import discover
 from tasks.errors import TooManyErrors
 from tasks.generation.config import GenerationConfig
-from tasks.generation.output import Output, WrittenBy, write_samples_page
-from tasks.generation.prompts import Plan, plan_prompts
+from tasks.generation.output import AnswerFolder, WrittenBy, write_samples_page
+from tasks.generation.prompts import PromptPlan, plan_prompts
 from tasks.generation.queue import QueueState, Shard, ShardProgress, ShardQueue
-from tasks.generation.worker import Origin, WorkOrder, patiently, run_worker
+from tasks.generation.worker import SharedColumns, WorkOrder, patiently, run_worker
 from tasks.prefect_server.client import accelerators_reserved, show
 from tasks.prefect_server.progress import AnswersProgress, CellDone, report, report_event
 from tasks.reports.artifacts import browser_address
@@ -45,6 +48,11 @@ from tasks.spec.evaluation import digest_of
 from tasks.spec.names import artifact_key, check_deployed_paths, how_many, job_name
 
 _POOL_PATIENCE_SECONDS = 120.0
+_DELIVERIES = 50
+_DEATHS_IN_TEN_MINUTES = 20
+"""Most crashes in ten minutes of the queue, or of a worker, that are followed by a restart."""
+_LOOK_SECONDS = 0.5
+_QUEUE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +60,9 @@ class Target:
     """A checkpoint, and the folder of its answers."""
 
     name: str
-    folder: ModelFolder
-    digests: ModelDigests
-    output: Output
-    origin: Origin
+    servable: Servable
+    output: AnswerFolder
+    origin: SharedColumns
     identity: dict[str, Any]
 
 
@@ -64,8 +71,13 @@ class PlannedGeneration:
     """A generation with its plan and checkpoints."""
 
     config: GenerationConfig
-    plan: Plan
+    plan: PromptPlan
     targets: tuple[Target, ...]
+
+    @property
+    def answers(self) -> int:
+        """Number of answers of each checkpoint."""
+        return self.plan.prompts * self.config.sampling.samples
 
     def missing(self) -> list[Target]:
         return [target for target in self.targets if len(target.output.written()) < len(self.plan.shards)]
@@ -85,12 +97,12 @@ def plan_generation(config: GenerationConfig) -> PlannedGeneration:
     targets = tuple(_target(config, plan, name, checkpoint) for name, checkpoint in _checkpoints(config))
     for target in targets:
         target.output.begin(target.identity)
-    answers = plan.prompts * config.sampling.samples * len(targets)
+    planned = PlannedGeneration(config, plan, targets)
     report_event(
         f"{how_many(plan.prompts, 'prompt')} in {how_many(len(plan.shards), 'shard')}, "
-        f"{how_many(len(targets), 'checkpoint')}, {how_many(answers, 'answer')}"
+        f"{how_many(len(targets), 'checkpoint')}, {how_many(planned.answers * len(targets), 'answer')}"
     )
-    return PlannedGeneration(config, plan, targets)
+    return planned
 
 
 def _as_served(config: GenerationConfig) -> GenerationConfig:
@@ -110,21 +122,21 @@ def _checkpoints(config: GenerationConfig) -> list[tuple[str, Checkpoint]]:
     return [(name, each) for name, uri in kept.items() for each in discover(uri, config.selection)]
 
 
-def _target(config: GenerationConfig, plan: Plan, name: str, checkpoint: Checkpoint) -> Target:
+def _target(config: GenerationConfig, plan: PromptPlan, name: str, checkpoint: Checkpoint) -> Target:
     assert checkpoint.folder is not None, "only complete checkpoints are found"
     digests = digest_model_folder(checkpoint.folder)
     asked = {"parameters": config.parameters(), "prompts": {"count": plan.prompts, "digest": plan.digest}}
-    origin = Origin(name, digests.checkpoint, config.served_by, digest_of(asked))
-    output = Output(storage.join(storage.absolute(config.output_path), name), config.output_format)
+    origin = SharedColumns(name, digests.checkpoint, config.served_by, digest_of(asked))
+    output = AnswerFolder(storage.join(storage.absolute(config.output_path), name), config.output_format)
     identity = {**asked, "checkpoint": {"name": name, "digest": digests.checkpoint}}
-    return Target(name, checkpoint.folder, digests, output, origin, identity)
+    return Target(name, Servable.from_folder(name, checkpoint.folder, digests), output, origin, identity)
 
 
 @contextmanager
 def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, lost: bool) -> Iterator[PoolSession]:
     """Yields a session with the pool of the checkpoints; after it was `lost`, waits up to 120 s for a kept pool."""
     config = planned.config
-    servables = [Servable.from_folder(target.name, target.folder, target.digests) for target in targets]
+    servables = [target.servable for target in targets]
     if config.pool_name is not None:
         known = partial(access_of, config.pool_name, config.pool_key_block)
         access = patiently(known, _POOL_PATIENCE_SECONDS if lost else 0.0)
@@ -145,19 +157,8 @@ def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSe
     began, cell, cells = time.monotonic(), planned.targets.index(target) + 1, len(planned.targets)
     report_event(f"loading {target.name}")
     running, _ = session.load(target.name)
-    supervision = Supervision(
-        config=planned.config,
-        plan=planned.plan,
-        origin=target.origin,
-        output=target.output,
-        session=session,
-        client=current_client(),
-        job_name=lambda part: job_name(part, target.name, flow_run=flow_run.id),
-        cell=cell,
-        cells=cells,
-    )
     try:
-        supervise(supervision, running)
+        supervise(planned, target, session, running)
     finally:
         session.unwant(target.name)
     report(CellDone(target.name, cell, cells, "succeeded", time.monotonic() - began))
@@ -202,44 +203,17 @@ def conclude_generation(planned: PlannedGeneration) -> list[dict[str, Any]]:
     return rows
 
 
-_DELIVERIES = 50
-_DEATHS_IN_TEN_MINUTES = 20
-"""Most crashes in ten minutes of the queue, or of a worker, that are followed by a restart."""
-_LOOK_SECONDS = 0.5
-_QUEUE_SECONDS = 300.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Supervision:
-    """The answers of a checkpoint to generate; `job_name` returns a job's name for its role."""
-
-    config: GenerationConfig
-    plan: Plan
-    origin: Origin
-    output: Output
-    session: PoolSession
-    client: Client
-    job_name: Callable[[str], str]
-    cell: int = 1
-    """Number of the checkpoint among `cells`, for the progress."""
-    cells: int = 1
-
-    @property
-    def total(self) -> int:
-        return self.plan.prompts * self.config.sampling.samples
-
-
-def supervise(supervision: Supervision, running: RunningModel) -> None:
-    """Returns when all shards are written. Raises if the pool will not answer any more."""
+def supervise(planned: PlannedGeneration, target: Target, session: PoolSession, running: RunningModel) -> None:
+    """Returns when all shards of a checkpoint are written. Raises if the pool will not answer any more."""
     queues = Restarts(_DEATHS_IN_TEN_MINUTES)
     while True:  # the written files are checked again after each queue, whose state is no proof
-        written = set(supervision.output.written())
-        meter = _Meter(supervision, written=sorted(written))
-        missing = [shard for shard in supervision.plan.shards if shard.number not in written]
+        written = set(target.output.written())
+        meter = _Meter(planned, target, written=sorted(written))
+        missing = [shard for shard in planned.plan.shards if shard.number not in written]
         if not missing:
             return
         try:
-            _with_queue(supervision, running, missing, meter)
+            _with_queue(planned.config, target, session, running, missing, meter)
         except (ActorDied, ActorCallLost, BackendUnavailable) as error:
             if not queues.allow():
                 raise JobFailed(
@@ -250,17 +224,24 @@ def supervise(supervision: Supervision, running: RunningModel) -> None:
             report_event(f"the queue of shards died and is created again: {error.found}")
 
 
-def _with_queue(supervision: Supervision, running: RunningModel, missing: Sequence[Shard], meter: _Meter) -> None:
+def _with_queue(
+    config: GenerationConfig,
+    target: Target,
+    session: PoolSession,
+    running: RunningModel,
+    missing: Sequence[Shard],
+    meter: _Meter,
+) -> None:
     workers: dict[str, JobHandle] = {}
     deaths: dict[str, Restarts] = defaultdict(lambda: Restarts(_DEATHS_IN_TEN_MINUTES))
-    count = min(supervision.config.workers, len(missing))
+    count = min(config.workers, len(missing))
     with ExitStack() as ending:
         queue = create_actor(
-            supervision.client,
+            current_client(),
             ShardQueue,
             missing,
-            name=supervision.job_name("queue"),
-            environment=pool_environment(supervision.session.access.config, env_vars={}),
+            name=_job_name("queue", target),
+            environment=pool_environment(session.access.config, env_vars={}),
             max_concurrency=4,
             max_deliveries=_DELIVERIES,
         )
@@ -268,7 +249,11 @@ def _with_queue(supervision: Supervision, running: RunningModel, missing: Sequen
         while True:
             for name in (f"worker-{number}" for number in range(count)):
                 if name not in workers or _has_died(name, workers[name], deaths[name]):
-                    workers[name] = _submit_worker(supervision, name, queue, running, workers=count)
+                    in_flight = math.ceil((config.in_flight or running.capacity) / count)
+                    without_key = replace(running, api_key="none")  # keys are passed in environment variables
+                    proxy = session.access.address
+                    order = WorkOrder(name, config, target.origin, target.output, proxy, without_key, in_flight)
+                    workers[name] = _submit_worker(order, target, session, queue)
                     ending.callback(workers[name].terminate)
             state: QueueState = queue.state.remote().result(_QUEUE_SECONDS)
             meter.report(state.progress)
@@ -280,7 +265,7 @@ def _with_queue(supervision: Supervision, running: RunningModel, missing: Sequen
                 )
             if not state.left:
                 return
-            supervision.session.check(supervision.origin.checkpoint)
+            session.check(target.name)
             time.sleep(_LOOK_SECONDS)
 
 
@@ -298,26 +283,15 @@ def _has_died(name: str, job: JobHandle, deaths: Restarts) -> bool:
     return True
 
 
-def _submit_worker(
-    supervision: Supervision, name: str, queue: ActorHandle, running: RunningModel, *, workers: int
-) -> JobHandle:
-    access, config = supervision.session.access, supervision.config
+def _submit_worker(order: WorkOrder, target: Target, session: PoolSession, queue: ActorHandle) -> JobHandle:
+    access, client = session.access, current_client()
     keys = {POOL_KEY_VARIABLE: access.key.get_secret_value(), **actor_variables()}
-    order = WorkOrder(
-        worker=name,
-        config=config,
-        origin=supervision.origin,
-        output=supervision.output,
-        proxy=access.address,
-        running=replace(running, api_key="none"),  # keys are passed in environment variables
-        in_flight=math.ceil((config.in_flight or running.capacity) / workers),
-    )
-    resources = config.worker_resources.model_copy(update={"replicas": 1})
-    if not supervision.client.is_local:
+    resources = order.config.worker_resources.model_copy(update={"replicas": 1})
+    if not client.is_local:
         resources = resources.model_copy(update=placed_with(access.config.resource_config))
-    return supervision.client.submit(
+    return client.submit(
         JobRequest(
-            supervision.job_name(name),
+            _job_name(order.worker, target),
             Call(run_worker, (order, queue)),
             resources=resources,
             environment=pool_environment(access.config, env_vars=keys),
@@ -325,44 +299,45 @@ def _submit_worker(
     )
 
 
+def _job_name(role: str, target: Target) -> str:
+    return job_name(role, target.name, flow_run=flow_run.id)
+
+
 class _Meter:
-    def __init__(self, supervision: Supervision, *, written: Sequence[int]) -> None:
-        self._supervision = supervision
+    def __init__(self, planned: PlannedGeneration, target: Target, *, written: Sequence[int]) -> None:
+        self._planned, self._target = planned, target
         self._before = ShardProgress()
-        for summary in supervision.output.summaries(written):
+        for summary in target.output.summaries(written):
             self._before.add(ShardProgress(summary.rows, summary.completion_tokens, summary.errors))
         self._first: tuple[float, ShardProgress] | None = None
         self.report(ShardProgress())
 
     def report(self, so_far: ShardProgress) -> None:
-        now, of = time.monotonic(), self._supervision
+        now, planned, target = time.monotonic(), self._planned, self._target
         if self._first is None and so_far.rows:  # earlier time is the workers' start
             self._first = now, so_far
         since, first = self._first or (now, so_far)
         seconds = max(now - since, 1e-3)
-        rows, errors, rate = (
-            self._before.rows + so_far.rows,
-            self._before.errors + so_far.errors,
-            (so_far.rows - first.rows) / seconds,
-        )
+        rows, errors = self._before.rows + so_far.rows, self._before.errors + so_far.errors
+        rate = (so_far.rows - first.rows) / seconds
         report(
             AnswersProgress(
-                checkpoint=of.origin.checkpoint,
-                cell=of.cell,
-                cells=of.cells,
+                checkpoint=target.name,
+                cell=planned.targets.index(target) + 1,
+                cells=len(planned.targets),
                 done=rows,
-                total=of.total,
+                total=planned.answers,
                 errors=errors,
                 rows_per_second=rate,
                 tokens_per_second=(so_far.tokens - first.tokens) / seconds,
-                seconds_left=(of.total - rows) / rate if rate else None,
+                seconds_left=(planned.answers - rows) / rate if rate else None,
             )
         )
-        if errors > (most := of.config.most_errors(of.total)):
+        if errors > (most := planned.config.most_errors(planned.answers)):
             reason = f"; the last: {so_far.last_error}" if so_far.last_error else ""
             raise TooManyErrors(
-                expected=f"at most {most:g} errors among {of.total} answers of {of.origin.checkpoint}",
+                expected=f"at most {most:g} errors among {planned.answers} answers of {target.name}",
                 found=f"{errors} so far{reason}",
                 remedy=f"correct the prompts and choose another output, or raise max_errors to go on in "
-                f"{of.output.folder}, where each error is in the column of that name",
+                f"{target.output.folder}, where each error is in the column of that name",
             )

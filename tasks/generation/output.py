@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from resources.errors import BadInput, StorageError
 from resources.storage import storage
 from tasks.generation.config import GenerationConfig
-from tasks.generation.prompts import Plan
+from tasks.generation.prompts import PromptPlan
 from tasks.spec.names import how_many
 
 BEGUN, MANIFEST, SUMMARIES = "_generation.json", "_manifest.json", "_summaries"  # data set readers skip names with _
@@ -123,7 +123,7 @@ class ShardSummary:
 
 
 @dataclass(frozen=True)
-class Output:
+class AnswerFolder:
     """The folder of a checkpoint's answers."""
 
     folder: str
@@ -227,7 +227,7 @@ class WrittenBy:
     """A checkpoint with its output and its totals."""
 
     name: str
-    output: Output
+    output: AnswerFolder
     totals: Mapping[str, int]
 
 
@@ -246,12 +246,12 @@ def samples_uri(config: GenerationConfig) -> str:
     return storage.join(storage.absolute(config.output_path), f"samples-{config.run_name}.html")
 
 
-def shown_prompts(plan: Plan) -> list[int]:
+def shown_prompts(plan: PromptPlan) -> list[int]:
     """Returns the numbers of the shown prompts: a random sample, deterministic for the same prompts."""
     return sorted(random.Random(plan.digest).sample(range(plan.prompts), min(SHOWN_PROMPTS, plan.prompts)))
 
 
-def write_samples_page(config: GenerationConfig, plan: Plan, written: Sequence[WrittenBy]) -> str:
+def write_samples_page(config: GenerationConfig, plan: PromptPlan, written: Sequence[WrittenBy]) -> str:
     """Writes the page once all answers are written, and returns its path."""
     numbers = shown_prompts(plan)
     drawn = [_rows(checkpoint.output, plan, numbers) for checkpoint in written]
@@ -261,7 +261,9 @@ def write_samples_page(config: GenerationConfig, plan: Plan, written: Sequence[W
     return uri
 
 
-def rendered(config: GenerationConfig, plan: Plan, written: Sequence[WrittenBy], prompts: Sequence[ShownPrompt]) -> str:
+def rendered(
+    config: GenerationConfig, plan: PromptPlan, written: Sequence[WrittenBy], prompts: Sequence[ShownPrompt]
+) -> str:
     """Returns the page. It has no scripts and loads nothing; prompts and answers are escaped."""
     templates = Environment(loader=PackageLoader("tasks.generation", "pages"), autoescape=True,
                             undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
@@ -279,7 +281,7 @@ def rendered(config: GenerationConfig, plan: Plan, written: Sequence[WrittenBy],
     )
 
 
-def _rows(output: Output, plan: Plan, numbers: Sequence[int]) -> dict[int, list[Row]]:
+def _rows(output: AnswerFolder, plan: PromptPlan, numbers: Sequence[int]) -> dict[int, list[Row]]:
     first_prompts = [shard.first_prompt for shard in plan.shards]
     shards = sorted({bisect.bisect_right(first_prompts, number) - 1 for number in numbers})
     shown = frozenset(numbers)

@@ -25,7 +25,7 @@ from resources.errors import BadInput
 from resources.storage import storage
 from resources.storage.parquet_batches import bounded_batches
 from tasks.generation.config import PromptsConfig, UnusableRow, prompt_maker
-from tasks.generation.queue import Kind, Shard, Source
+from tasks.generation.queue import Kind, PromptSource, Shard
 
 Row = dict[str, Any]
 
@@ -52,7 +52,7 @@ class PlannedSource:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PromptPlan:
     """Shards in order, with their sources."""
 
     shards: tuple[Shard, ...]
@@ -69,21 +69,19 @@ class Plan:
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def plan_prompts(config: PromptsConfig, *, prompts_per_shard: int) -> Plan:
+def plan_prompts(config: PromptsConfig, *, prompts_per_shard: int) -> PromptPlan:
     """Splits the prompts into shards. Every line of JSON is parsed; of tables only row counts are read."""
     shards: list[Shard] = []
     sources: list[PlannedSource] = []
     left = config.limit
-    for source in _sources_of(config.files):
+    for source in dict.fromkeys(source for place in config.files for source in _sources(place)):
         if left == 0:
             break
         digest = hashlib.sha256()
         before = sum(planned.prompts for planned in sources)
         first_of_source = len(shards)
-        cuts = _cut_lines(source, digest, most=prompts_per_shard, limit=left)
-        if source.kind != "jsonl":
-            cuts = _cut_table(source, digest, most=prompts_per_shard, limit=left)
-        for first_row, rows, start, end in cuts:
+        cut = _cut_lines if source.kind == "jsonl" else _cut_table
+        for first_row, rows, start, end in cut(source, digest, most=prompts_per_shard, limit=left):
             shards.append(Shard(len(shards), source, before + first_row, rows, first_row, start, end))
         prompts = sum(shard.prompts for shard in shards[first_of_source:])
         sources.append(PlannedSource(source.uri, prompts, digest.hexdigest()))
@@ -92,14 +90,14 @@ def plan_prompts(config: PromptsConfig, *, prompts_per_shard: int) -> Plan:
         left = None if left is None else left - prompts
     if not shards:
         raise BadInput(expected=f"prompts in {', '.join(config.files)}", found="none", remedy="name files with rows")
-    return Plan(tuple(shards), tuple(sources))
+    return PromptPlan(tuple(shards), tuple(sources))
 
 
 _Cut = tuple[int, int, int | None, int | None]
 """First row, number of rows, and their byte range."""
 
 
-def _cut_lines(source: Source, digest: hashlib._Hash, *, most: int, limit: int | None) -> Iterator[_Cut]:
+def _cut_lines(source: PromptSource, digest: hashlib._Hash, *, most: int, limit: int | None) -> Iterator[_Cut]:
     first_row = rows = start = end = 0
     with _opened_lines(source) as lines:
         for number, line in enumerate(lines, start=1):
@@ -119,7 +117,7 @@ def _cut_lines(source: Source, digest: hashlib._Hash, *, most: int, limit: int |
         yield (first_row, rows, None, None) if source.compressed else (first_row, rows, start, end)
 
 
-def _cut_table(source: Source, digest: hashlib._Hash, *, most: int, limit: int | None) -> Iterator[_Cut]:
+def _cut_table(source: PromptSource, digest: hashlib._Hash, *, most: int, limit: int | None) -> Iterator[_Cut]:
     with storage.opened(source.uri) as file:
         while block := file.read(_BUFFER_BYTES):
             digest.update(block)
@@ -140,16 +138,11 @@ def _check_first(config: PromptsConfig, shard: Shard) -> None:
         raise _unreadable(shard.source, "the first row", str(error)) from None
 
 
-def _sources_of(files: Iterable[str]) -> list[Source]:
-    sources = [source for file in files for source in _sources(file)]
-    return list(dict.fromkeys(sources))
-
-
-def _sources(place: str) -> list[Source]:
+def _sources(place: str) -> list[PromptSource]:
     if (kind := _kind_of(place)) is not None and not any(sign in place for sign in "*?["):
         if not storage.exists(place):
             raise _nothing(place, "nothing there")
-        return [Source(storage.absolute(place), kind)]
+        return [PromptSource(storage.absolute(place), kind)]
     if storage.exists(storage.join(place, _STATE)):
         return _saved_data_set(place)
     if storage.exists(storage.join(place, _SPLITS)):
@@ -157,18 +150,18 @@ def _sources(place: str) -> list[Source]:
         if len(splits) == 1:
             return _saved_data_set(storage.join(place, splits[0]))
         raise _nothing(place, f"a data set with the splits {', '.join(splits)}", f"name a split: {place}/{splits[0]}")
-    sources = [Source(uri, kind) for uri in storage.matching_files(place) if (kind := _kind_of(uri)) is not None]
+    sources = [PromptSource(uri, kind) for uri in storage.matching_files(place) if (kind := _kind_of(uri)) is not None]
     if not sources:
         raise _nothing(place, "no such file")
     return sources
 
 
-def _saved_data_set(folder: str) -> list[Source]:
+def _saved_data_set(folder: str) -> list[PromptSource]:
     state = json.loads(storage.read_bytes(storage.join(folder, _STATE)))
     if state.get("_indices_data_files"):
         raise _nothing(folder, "a data set with rows chosen by indices", "save it after flatten_indices()")
     files = [storage.join(storage.absolute(folder), file["filename"]) for file in state["_data_files"]]
-    return [Source(uri, "arrow") for uri in files]
+    return [PromptSource(uri, "arrow") for uri in files]
 
 
 def _kind_of(uri: str) -> Kind | None:
@@ -183,13 +176,13 @@ def _nothing(place: str, problem: str, remedy: str = "check the path, and what t
     )
 
 
-def _unreadable(source: Source, place: str, problem: str) -> BadInput:
+def _unreadable(source: PromptSource, place: str, problem: str) -> BadInput:
     return BadInput(
         expected=f"rows of a table in {source.uri}", found=f"{place}: {problem}", remedy="correct or remove it"
     )
 
 
-def _parsed_line(source: Source, line: bytes, number: int, *, unit: str = "line") -> Row:
+def _parsed_line(source: PromptSource, line: bytes, number: int, *, unit: str = "line") -> Row:
     try:
         row = orjson.loads(line)
     except ValueError as error:
@@ -200,7 +193,7 @@ def _parsed_line(source: Source, line: bytes, number: int, *, unit: str = "line"
 
 
 @contextmanager
-def _opened_lines(source: Source) -> Iterator[BinaryIO]:
+def _opened_lines(source: PromptSource) -> Iterator[BinaryIO]:
     with storage.opened(source.uri) as file:
         raw = gzip.GzipFile(fileobj=file) if source.compressed else file
         try:
@@ -209,7 +202,7 @@ def _opened_lines(source: Source) -> Iterator[BinaryIO]:
             raise _unreadable(source, "as a whole", str(error)) from None
 
 
-def table_batches(source: Source, *, from_row: int = 0) -> Iterator[pa.RecordBatch]:
+def table_batches(source: PromptSource, *, from_row: int = 0) -> Iterator[pa.RecordBatch]:
     """Yields the rows of a table in small batches, starting at `from_row`."""
     with storage.opened(source.uri) as file:
         try:
@@ -248,7 +241,7 @@ def _arrow(file: BinaryIO) -> Iterator[pa.RecordBatch]:
     yield from stream
 
 
-def _table_rows(source: Source) -> int:
+def _table_rows(source: PromptSource) -> int:
     with storage.opened(source.uri) as file:
         try:
             if source.kind == "parquet":

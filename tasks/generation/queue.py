@@ -14,7 +14,7 @@ Kind = Literal["jsonl", "parquet", "arrow"]
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """A file with prompts."""
 
     uri: str
@@ -31,7 +31,7 @@ class Shard:
     """Prompts with answers in the same file: consecutive rows of a source."""
 
     number: int
-    source: Source
+    source: PromptSource
     first_prompt: int
     """Number of its first prompt among all."""
     prompts: int

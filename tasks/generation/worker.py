@@ -33,7 +33,7 @@ from resources.actors.leased_queue import Lease
 from resources.errors import AssayError, BadInput, EndpointUnusable, ProxyFailed, ProxyRefused
 from resources.settings import variable
 from tasks.generation.config import GenerationConfig, PromptsConfig, SamplingConfig, UnusableRow, prompt_maker
-from tasks.generation.output import AnswerRow, Output, ShardSummary
+from tasks.generation.output import AnswerFolder, AnswerRow, ShardSummary
 from tasks.generation.prompts import Row, rows_of
 from tasks.generation.queue import Shard, ShardProgress
 
@@ -51,8 +51,8 @@ class WorkOrder:
 
     worker: str
     config: GenerationConfig
-    origin: Origin
-    output: Output
+    origin: SharedColumns
+    output: AnswerFolder
     proxy: ProxyAddress
     running: RunningModel
     in_flight: int
@@ -197,7 +197,7 @@ _SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
-class Origin:
+class SharedColumns:
     """Columns that all rows of a generation share."""
 
     checkpoint: str
@@ -246,7 +246,7 @@ class Asker:
         *,
         prompts: PromptsConfig,
         sampling: SamplingConfig,
-        origin: Origin,
+        origin: SharedColumns,
         in_flight: int,
     ) -> None:
         self._client = client
@@ -300,14 +300,13 @@ class Asker:
                     for sample in range(samples):
                         await self._slots.acquire()
                         asked = group.create_task(answer(number * samples + sample, row, prompt, index, sample))
-                        asked.add_done_callback(self._free)  # also after a cancellation before the task starts
+                        asked.add_done_callback(
+                            lambda _: self._slots.release()
+                        )  # also after a cancellation before the task starts
                 on_all_asked()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [row for row in answer_rows if row is not None]
-
-    def _free(self, asked: asyncio.Task[None]) -> None:
-        self._slots.release()
 
     async def _ask(self, prompt: Any, sample: int, prefix: str) -> dict[str, Any]:
         body = {**self._body, self._field: prompt}

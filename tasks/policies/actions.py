@@ -142,14 +142,10 @@ def _claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
             first = TrainAndEvaluateConfig.model_validate(request).asked()[0]
             folders[first.run_name] = claims_folder(first.evaluation_path, first.run_name)
         elif isinstance(request, Mapping) and {"evaluation_path", "model_path"} <= request.keys():
-            name = _run_of(request)
+            model = (request.get("pool_config") or {}).get("model") or {}
+            name = request.get("model_name") or model.get("name") or name_of(request["model_path"])[0]
             folders[name] = claims_folder(request["evaluation_path"], name)
     return folders
-
-
-def _run_of(request: Mapping[str, Any]) -> str:
-    model = (request.get("pool_config") or {}).get("model") or {}
-    return request.get("model_name") or model.get("name") or name_of(request["model_path"])[0]
 
 
 def end_claims(parameters: Mapping[str, Any], *, flow_run: str) -> int:

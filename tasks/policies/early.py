@@ -24,6 +24,7 @@ from tasks.verdicts.alert_files import read_alerts
 from tasks.verdicts.gate import Gate
 
 NOT_WORSE = "not worse"
+_SHOWN = {"not-worse": NOT_WORSE, "unlike": "cannot be compared", "worse": "worse", None: None}
 _WHOLE_EVERY = 10
 _GATES, _FOLDER = "gates", "early"
 _NAME = re.compile(r"step-(\d+)\.(\S+)\.([0-9a-f]+)\.(not-worse|unlike|worse)\.json")
@@ -48,8 +49,7 @@ class EarlyDecisions:
 
     def word(self, checkpoint: SeenCheckpoint, evaluation: WantedEvaluation) -> str | None:
         """Returns the early verdict on a cell in its current state: not worse, worse, or cannot be compared."""
-        word = self.words.get(EarlyKey(checkpoint.step, evaluation.hash, checkpoint.listing))
-        return None if word is None else _shown(word)
+        return _SHOWN.get(self.words.get(EarlyKey(checkpoint.step, evaluation.hash, checkpoint.listing)))
 
     def whole_because(self, checkpoint: SeenCheckpoint, evaluation: WantedEvaluation) -> str | None:
         """Returns the alarm that makes a cell be evaluated whole, as text; None without an alarm."""
@@ -114,10 +114,6 @@ def _word_of(verdict: EarlyVerdict) -> str:
     if any(score.verdict == "worse" for score in verdict.scores):
         return "worse"
     return "unlike" if any(score.unlike for score in verdict.scores) else "not-worse"
-
-
-def _shown(word: str) -> str:
-    return {"not-worse": NOT_WORSE, "unlike": "cannot be compared"}.get(word, word)
 
 
 def _name(key: EarlyKey, word: str) -> str:

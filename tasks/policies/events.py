@@ -130,7 +130,10 @@ class WatchedRuns:
             before = self._reported.get(run)
             fresh = [checkpoint for checkpoint in complete if (before or {}).get(checkpoint.uri) != checkpoint.listing]
             self._reported[run] = {checkpoint.uri: checkpoint.listing for checkpoint in complete}
-            checkpoints += [self._event_of(run, checkpoint) for checkpoint in (fresh[-1:] if before is None else fresh)]
+            checkpoints += [
+                CompleteCheckpoint(seen.uri, name_of(run)[0], seen.name, seen.step, self._policy.name)
+                for seen in (fresh[-1:] if before is None else fresh)
+            ]
         return checkpoints
 
     def forget(self, checkpoints: Iterable[CompleteCheckpoint]) -> None:
@@ -138,9 +141,6 @@ class WatchedRuns:
         for checkpoint in checkpoints:
             for listings in self._reported.values():
                 listings.pop(checkpoint.uri, None)
-
-    def _event_of(self, run: str, checkpoint: SeenCheckpoint) -> CompleteCheckpoint:
-        return CompleteCheckpoint(checkpoint.uri, name_of(run)[0], checkpoint.name, checkpoint.step, self._policy.name)
 
 
 def checkpoint_of(uri: str) -> Checkpoint | None:

@@ -86,16 +86,16 @@ def conclude_settled(gate: Gate, policy: Policy, error: AssayError | None) -> No
 def with_early(early: EarlyDecisions, cells: Sequence[Cell], *, evaluations: int) -> list[Cell]:
     """Adds early decisions to cells; cells that cannot be decided early are evaluated whole, with a logged reason. The
     run's `evaluations` share the gate's error equally, as others of a checkpoint may be decided in another pass."""
+
+    def tell(cell: Cell, error: BadInput) -> None:
+        report_event(f"{cell.title}: evaluated whole, not decided early: {error.found}")
+
     gate = early.gate.model_copy(update={"alpha": early.gate.alpha / evaluations})
     decided: list[Cell] = []
     for hash_ in dict.fromkeys(cell.evaluation_hash for cell in cells):
         same = [cell for cell in cells if cell.evaluation_hash == hash_]
-        decided += decided_early(gate, same, unfit=_tell_unfit)
+        decided += decided_early(gate, same, unfit=tell)
     return decided
-
-
-def _tell_unfit(cell: Cell, error: BadInput) -> None:
-    report_event(f"{cell.title}: evaluated whole, not decided early: {error.found}")
 
 
 def _judge_settled(gate: Gate, policy: Policy, listing: RunListing) -> list[Reason]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 from resources.config import ResourceConfig
 from resources.errors import AssayError
@@ -54,13 +54,8 @@ def take_snapshot(
         )
         listing = _with_means(listing, policy)
         if unclear := _undecided(listing):
-            known = {
-                checkpoint.uri: checkpoint
-                for checkpoint in with_digests(run, unclear, reference=policy.native_reference)
-            }
-            listing = replace(
-                listing, checkpoints=[known.get(checkpoint.uri, checkpoint) for checkpoint in listing.checkpoints]
-            )
+            known = {seen.uri: seen for seen in with_digests(run, unclear, reference=policy.native_reference)}
+            listing = replace(listing, checkpoints=[known.get(seen.uri, seen) for seen in listing.checkpoints])
         listings.append(listing)
     return listings
 
@@ -78,28 +73,15 @@ def _undecided(listing: RunListing) -> list[SeenCheckpoint]:
     undecided = []
     for checkpoint in listing.checkpoints:
         others, states = recorded.get(checkpoint.name, ()), listing.records.done.get(checkpoint.name, ())
-        if not checkpoint.problems and (others or states):
-            listed = checkpoint.listing in others or any(state.listing == checkpoint.listing for state in states)
-            undecided += [] if listed else [checkpoint]
+        listings = {*others, *(state.listing for state in states)}
+        if listings and checkpoint.listing not in listings and not checkpoint.problems:
+            undecided.append(checkpoint)
     return undecided
 
 
 def run_folder(policy: Policy, run_name: str) -> str:
     """Returns the folder of a run's records, claims and overrides."""
     return storage.join(policy.evaluation_path, run_name)
-
-
-class Estimate(NamedTuple):
-    """The expected cost of a cell; see `Expectations`. `where` is the region of a work pool, else the local device, the
-    endpoint or the pool; `money` is in USD at local prices there; `how` is measured, guess, or None if the cost is
-    unknown."""
-
-    seconds: float | None
-    chip_hours: float | None
-    where: str
-    money: float | None
-    how: str | None = None
-    basis: str | None = None
 
 
 class Estimates:
@@ -113,20 +95,21 @@ class Estimates:
         self._tariffs: dict[tuple[str | None, str | None, str | None], Tariff] = {}
         self._found: dict[tuple[WantedEvaluation, str | None], tuple[Predicted | None, Tariff]] = {}
 
-    def of(self, cell: OpenCell) -> Estimate:
+    def of(self, cell: OpenCell) -> dict[str, Any]:
+        """Returns the expected cost of a cell as JSON. `where` is the region of a work pool, else the
+        local device, the endpoint or the pool; `money` is in USD at local prices there; `how` is measured, guess, or
+        None if the cost is unknown."""
         predicted, _ = self._expected(cell)
-        where = self._place(cell)
-        if predicted is None:
-            return Estimate(None, None, where, None)
-        chips, usd = predicted.chip_seconds, predicted.usd
-        return Estimate(
-            predicted.seconds,
-            None if chips is None else round(chips / 3600, 4),
-            where,
-            None if usd is None else round(usd, 4),
-            predicted.how,
-            predicted.basis,
-        )
+        known = predicted.model_dump() if predicted is not None else {}
+        chips, usd = known.get("chip_seconds"), known.get("usd")
+        return {
+            "seconds": known.get("seconds"),
+            "chip_hours": None if chips is None else round(chips / 3600, 4),
+            "where": self._place(cell),
+            "money": None if usd is None else round(usd, 4),
+            "how": known.get("how"),
+            "basis": known.get("basis"),
+        }
 
     def together(self, cells: Sequence[OpenCell]) -> Expected:
         expected = [self._expected(cell) for cell in cells]
@@ -162,24 +145,18 @@ class Estimates:
 
     def _place(self, cell: OpenCell) -> str:
         if self._sends:
-            return _place_of(self._batches.get(id(cell)))
-        config, resources = cell.evaluation.config, _resources(cell.evaluation)
+            batch = self._batches.get(id(cell))
+            if batch is None:
+                return "in a later pass"
+            if batch.choice is None:
+                return "when there is room" if batch.waits else "nowhere"
+            return batch.choice.region.name
+        config = cell.evaluation.config
+        served_by_others = config.pool_name is not None and not config.native
+        resources = None if served_by_others else resources_of_replica(config)
         if resources is None:
             return config.base_url or f"pool {config.pool_name}"
         return f"{getattr(resources.device, 'variant', 'cpu')} here"
-
-
-def _place_of(batch: Batch | None) -> str:
-    if batch is None:
-        return "in a later pass"
-    if batch.choice is None:
-        return "when there is room" if batch.waits else "nowhere"
-    return batch.choice.region.name
-
-
-def _resources(evaluation: WantedEvaluation) -> ResourceConfig | None:
-    served_by_others = evaluation.config.pool_name is not None and not evaluation.config.native
-    return None if served_by_others else resources_of_replica(evaluation.config)
 
 
 def policy_spent(policy: Policy, listings: Sequence[RunListing]) -> dict[str, Spent]:

@@ -42,7 +42,7 @@ def plan_json(
     policy: Policy, reconciliation: Reconciliation, estimates: Estimates, batches: Sequence[Batch] = ()
 ) -> dict[str, Any]:
     """Returns the cells that would run, in order, with expected costs and with batches for work pools."""
-    cells = [{**_identity(cell), "note": cell.reason, **estimates.of(cell)._asdict()} for cell in reconciliation.work]
+    cells = [{**_identity(cell), "note": cell.reason, **estimates.of(cell)} for cell in reconciliation.work]
     expected = estimates.together(reconciliation.work).as_dict()
     chips = expected["chip_seconds"]
     total = {

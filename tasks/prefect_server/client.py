@@ -113,10 +113,7 @@ def show(title: str, create: Callable[[], object]) -> None:
 
 
 def server_answers(
-    *,
-    within_seconds: float,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
+    *, within_seconds: float, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
 ) -> bool:
     """Returns True if the server answers in time, with at least a single poll; logs once before it waits."""
     if server_address() is None:

@@ -86,12 +86,12 @@ class EmbeddedServer:
     def _start(self) -> None:
         if not self._used:  # Prefect has no port yet
             with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-            self.address = f"http://127.0.0.1:{port}/api"
+                self.address = f"http://127.0.0.1:{free.getsockname()[1]}/api"
+        port = httpx.URL(self.address).port
         spec = find_spec("prefect")
         assert spec is not None and spec.origin is not None, "Prefect is installed with Assay"
         command = ["uvicorn", "--app-dir", str(Path(spec.origin).parent), "--factory"]
-        command += ["prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", _port_of(self.address)]
+        command += ["prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port)]
         self._process: subprocess.Popen[Any] = subprocess.Popen(
             [sys.executable, str(_PROGRAM), *command, "--log-level", "error", "--lifespan", "on"],
             env=process_environment(_MODE),
@@ -122,7 +122,3 @@ class EmbeddedServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def _port_of(address: str) -> str:
-    return str(httpx.URL(address).port)

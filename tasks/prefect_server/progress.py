@@ -19,7 +19,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Raised(Event):
+class RaisedAlert(Event):
     """An alert as a line of text; the command also shows it at the end."""
 
 

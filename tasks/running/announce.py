@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 
 from resources.errors import AssayError, StorageError
 from resources.storage import storage
-from tasks.prefect_server.progress import Raised, report_event
+from tasks.prefect_server.progress import RaisedAlert, report_event
 from tasks.records.record import FoundRecord, Record, note_sinks
 from tasks.reports.artifacts import browser_address, report_uri
 from tasks.running.cells import Cell, standing_record
@@ -43,7 +43,7 @@ def raise_alerts(cells: Sequence[Cell], *, since: datetime) -> None:
     try:
         news = find_news(folder, since=since)
         for item in news:
-            report_event(f"Alert: {sentence(item.known.alert)}", Raised)
+            report_event(f"Alert: {sentence(item.known.alert)}", RaisedAlert)
         tell_server(news, run_folder=folder, report=browser_address(report_uri(evaluation_path, run)))
     except AssayError as error:
         report_event(f"alerts of {run} could not be searched or reported: {error.found}")

@@ -114,12 +114,15 @@ def with_results(card: str, record: Record, announcement: Announcement, *, task_
     if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
         raise invalid
     model = models[0]
-    ours = [_result(record, announcement, benchmark, task_type) for benchmark in _benchmarks(record)]
+    ours = [
+        _result(record, announcement, benchmark, task_type)
+        for benchmark in dict.fromkeys(each.benchmark for each in record.metrics)
+    ]
     replaced = {_identity(result) for result in ours}
     kept = [result for result in model.get("results") or [] if _identity(result) not in replaced]
     name = model.get("name") or record.checkpoint.name
     metadata["model-index"] = [{"name": name, "results": sorted([*kept, *ours], key=_identity)}, *models[1:]]
-    text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=120)
+    text = as_yaml(metadata)
     return f"---\n{text}---\n" + (body if front or body else f"\n# {name}\n{_made_of(record.checkpoint)}")
 
 
@@ -132,10 +135,6 @@ def _made_of(checkpoint: CheckpointReference) -> str:
     ]
     sentence = f"Its weights are an average of checkpoints ({checkpoint.merge}); training wrote no such checkpoint:"
     return "\n".join(["", sentence, "", *inputs, ""])
-
-
-def _benchmarks(record: Record) -> list[str]:
-    return list(dict.fromkeys(metric.benchmark for metric in record.metrics))
 
 
 def _result(record: Record, announcement: Announcement, benchmark: str, task_type: str) -> dict[str, Any]:
@@ -192,9 +191,9 @@ def hub_entries(
     }
 
 
-def as_yaml(entries: list[dict[str, Any]]) -> str:
-    """Returns the content of a file with some entries."""
-    return yaml.safe_dump(entries, sort_keys=False, allow_unicode=True, width=120)
+def as_yaml(content: Any) -> str:
+    """Returns the content of a file with some entries, or of a card's metadata."""
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _ranked(record: Record, benchmark: str, board: Leaderboard) -> Metric:

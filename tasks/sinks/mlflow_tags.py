@@ -25,11 +25,12 @@ def run_tags(announcement: Announcement) -> dict[str, str]:
     image, image_tag = _image(resources.get("image"))
     run_id, artifact_path = _artifact(record)
     uri = record.checkpoint.uri
+    asked = {name: evaluation[name] for name in ("evals", "max_eval_instances", "evaluator") if name in evaluation}
     tags: dict[str, Any] = {
         "config_git_sha": None,
         "config_path_git_repo": None,
         **({"helm_config_path_git_repo": None} if record.evaluator == "helm" else {}),
-        f"{'helm' if record.evaluator == 'helm' else 'harness'}_args": json.dumps(_harness_arguments(record)),
+        f"{'helm' if record.evaluator == 'helm' else 'harness'}_args": json.dumps(asked),
         "image_build_assay_version": record.versions.get("assay"),
         "code_git_sha": record.git_commit,
         "code_git_dirty": record.git_dirty,
@@ -95,11 +96,6 @@ def _artifact(record: Record) -> tuple[str | None, str | None]:
         return None, None
     match = _IN_A_RUN.search(record.checkpoint.uri)
     return (match[1], match[2]) if match else (None, None)
-
-
-def _harness_arguments(record: Record) -> dict[str, Any]:
-    names = ("evals", "max_eval_instances", "evaluator")
-    return {name: record.evaluation[name] for name in names if name in record.evaluation}
 
 
 def datasets(record: Record) -> dict[str, dict[str, str]]:

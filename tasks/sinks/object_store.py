@@ -166,12 +166,8 @@ def _explained(url: str) -> Iterator[None]:
     except Exception as error:  # clients of stores have different error classes
         message = str(error).strip() or type(error).__name__
         code = getattr(error, "code", None)
-        if (
-            "Forbidden" in message
-            or "AccessDenied" in message
-            or isinstance(error, PermissionError)
-            or code in (401, 403)
-        ):
+        refused = "Forbidden" in message or "AccessDenied" in message
+        if refused or isinstance(error, PermissionError) or code in (401, 403):
             lacking = ", ".join(dict.fromkeys(_PERMISSION.findall(message))) or _NEEDED
             remedy = f"give the account that runs this the permission {lacking} on the bucket; then: assay publish"
         elif code in (429, 500, 502, 503, 504):

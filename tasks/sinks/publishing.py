@@ -251,13 +251,13 @@ def publish_missing(
             note_sinks(cell, states)
             note(f"{record.checkpoint.name} {record.evaluator}", states)
             sent += [(record, cell, sink) for sink in due if states[sink.name].status == "published"]
-        for title, states in publish_rest(sent, _announced_alerts, senders=senders):
+
+        def announced(run_uri: str) -> list[KnownAlert]:
+            return [known for known in read_alerts(run_uri).values() if known.announced]
+
+        for title, states in publish_rest(sent, announced, senders=senders):
             note(title, states)
     return outcomes
-
-
-def _announced_alerts(run_uri: str) -> list[KnownAlert]:
-    return [known for known in read_alerts(run_uri).values() if known.announced]
 
 
 def _own_sinks(record: Record, cell: str) -> tuple[Sink, ...]:

@@ -130,7 +130,8 @@ def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str:
             return str(folder)
         with _run(announcement, sink, folder) as run:
             if announcement.alerts:
-                _add_alerts(run, announcement, known=_sent_offline(folder))
+                sent_offline = folder.parent.glob(f"{_ALERTS}*/{_FINISHED}")
+                _add_alerts(run, announcement, known={id_ for file in sent_offline for id_ in file.read_text().split()})
             elif announcement.record is None:
                 _add_file(run, "report", "report", REPORT_NAME, storage.read_bytes(announcement.report_uri))
             else:
@@ -227,11 +228,6 @@ def _add_record(run: wandb.Run, announcement: Announcement, sink: WeightsAndBias
         if int(before.get(STEP_METRIC, -1)) > step:  # the summary shows the latest step, not the latest arrival
             run.summary.update({name: before[name] for name in (STEP_METRIC, *values) if name in before})
         run.config.update({**_configuration(announcement), key: record.attempt, mark: build}, allow_val_change=True)
-
-
-def _sent_offline(folder: Path) -> set[str]:
-    finished = folder.parent.glob(f"{_ALERTS}*/{_FINISHED}")
-    return {identifier for file in finished for identifier in file.read_text().split()}
 
 
 def _add_alerts(run: wandb.Run, announcement: Announcement, *, known: Collection[str]) -> None:

@@ -63,10 +63,7 @@ def _resolved(name: str) -> BenchmarkSet:
         *(task for used in content.get("then", ()) for task in _resolved(used).evals),
     ]
     return BenchmarkSet(
-        about=content["about"],
-        evals=tuple(evals),
-        note=content.get("note"),
-        left_out=content.get("left_out", {}),
+        about=content["about"], evals=tuple(evals), note=content.get("note"), left_out=content.get("left_out", {})
     )
 
 
@@ -120,9 +117,7 @@ def needs_of(evals: Iterable[EvalTaskConfig]) -> BenchmarkNeeds:
     )
 
 
-def split_by_kind(
-    evals: Iterable[EvalTaskConfig],
-) -> tuple[tuple[EvalTaskConfig, ...], tuple[EvalTaskConfig, ...]]:
+def split_by_kind(evals: Iterable[EvalTaskConfig]) -> tuple[tuple[EvalTaskConfig, ...], tuple[EvalTaskConfig, ...]]:
     """Returns multiple-choice benchmarks, which Levanter supports too, and benchmarks that need an engine: they
     generate text at least partly, or score texts longer than the model's context. Unknown benchmarks are among the
     former."""

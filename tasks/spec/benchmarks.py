@@ -199,7 +199,8 @@ def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
             for text in (included if isinstance(included, list) else [included])
             if isinstance(text, str)
         ]
-        modules = {text.rpartition(".")[0].replace(".", "/") for text in _strings(content) if type(text) is _Function}
+        functions = [text for text, _ in _texts(content, is_data=False) if type(text) is _Function]
+        modules = {text.rpartition(".")[0].replace(".", "/") for text in functions}
         for module in modules:
             place = _outside(root, folder, f"{module}.py")
             elsewhere.update(_files_at(place, is_data=False) if place else [])
@@ -220,10 +221,6 @@ def _texts(value: Any, *, is_data: bool, seen: set[tuple[int, bool]] | None = No
             yield from _texts(part, is_data=is_data, seen=seen)
     elif isinstance(value, str) and len(value) < _LONGEST_PATH and "\0" not in value:
         yield value, is_data
-
-
-def _strings(value: Any) -> Iterator[str]:
-    return (text for text, _ in _texts(value, is_data=False))
 
 
 def _outside(root: str, base: str, text: str) -> str | None:

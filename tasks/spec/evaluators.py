@@ -170,10 +170,6 @@ def spelled_out(evaluator: Any) -> Any:
     return {"name": DEFAULT_EVALUATOR, **evaluator} if isinstance(evaluator, dict) else evaluator
 
 
-def _option_kinds() -> tuple[type[EvaluatorOptions], ...]:
-    return tuple(options_kind(name) for name in EVALUATORS)
-
-
 class _RegisteredNames:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"type": "string", "enum": list(EVALUATORS)}
@@ -186,7 +182,9 @@ def _registered(name: str) -> str:
 
 
 AnyEvaluator = Annotated[
-    EvaluatorOptions, OneOfTheRegistered(_option_kinds, tag="name", spelled_out=spelled_out), AnyOfInForms()
+    EvaluatorOptions,
+    OneOfTheRegistered(lambda: tuple(map(options_kind, EVALUATORS)), tag="name", spelled_out=spelled_out),
+    AnyOfInForms(),
 ]
 """The options of an evaluator, discriminated by `name`; a bare name means that evaluator's defaults."""
 EvaluatorName = Annotated[str, AfterValidator(_registered), _RegisteredNames()]

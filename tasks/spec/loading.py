@@ -99,23 +99,20 @@ def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> set[st
         elif part in node.get("properties", {}):
             node = node["properties"][part]
         # Tags of a union (cpu, gpu, tpu) are part of the location, but not of the document.
-        elif tagged := [
-            alternative
-            for alternative in _alternatives(node, schema)
-            if part in (*_tags(alternative), alternative.get("title"))
-        ]:
+        elif tagged := [each for each in _alternatives(node, schema) if part in _tags(each)]:
             node = tagged[0]
     return {name for alternative in _alternatives(node, schema) for name in alternative.get("properties", {})}
+
+
+def _tags(node: dict[str, Any]) -> set[str]:
+    constants = {str(field["const"]) for field in node.get("properties", {}).values() if "const" in field}
+    return {*constants, str(node.get("title"))}
 
 
 def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     reference = node.get("$ref")
     if reference is None:
-        objects = [
-            alternative
-            for alternative in _alternatives(node, schema)
-            if "properties" in alternative or "items" in alternative
-        ]
+        objects = [each for each in _alternatives(node, schema) if "properties" in each or "items" in each]
         return objects[0] if len(objects) == 1 else node
     return schema["$defs"][reference.rsplit("/", 1)[1]]
 
@@ -125,8 +122,3 @@ def _alternatives(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str
         return [schema["$defs"][node["$ref"].rsplit("/", 1)[1]]]
     options = node.get("anyOf") or node.get("oneOf")
     return [alternative for option in options for alternative in _alternatives(option, schema)] if options else [node]
-
-
-def _tags(node: dict[str, Any]) -> set[str]:
-    constants = {str(field["const"]) for field in node.get("properties", {}).values() if "const" in field}
-    return {*constants, str(node.get("title"))}

@@ -44,7 +44,7 @@ def name_of(uri: str) -> tuple[str, str, int]:
         parts = parts[:-1]
     if parts and parts[-1] == "hf":
         parts = parts[:-1]
-    run = _as_name(parts[-1]) if parts else "model"
+    run = re.sub(r"[^A-Za-z0-9._+=@-]", "-", parts[-1] if parts else "").lstrip("._+=@-") or "model"
     ids = [part[:8] for part, folder in pairwise(parts) if folder == "artifacts" and _RUN_ID.fullmatch(part)]
     if ids:
         run = f"{run}-{ids[-1]}" if parts[-1] != "artifacts" else ids[-1]
@@ -59,11 +59,8 @@ def _name_of_merge(merge: Merge) -> tuple[str, str, int]:
     inputs = [(name, step) for name, _, step in named]
     steps = [step for _, step in inputs]
     even = len({name for name, _ in inputs}) == 1 and len({after - before for before, after in pairwise(steps)}) == 1
-    parts = [
-        f"{run}-{steps[0]}-to-{last}",
-        f"{merge.kind}{len(steps) if merge.kind != 'interpolate' else ''}",
-        merge.parameter,
-    ]
+    kind = f"{merge.kind}{len(steps) if merge.kind != 'interpolate' else ''}"
+    parts = [f"{run}-{steps[0]}-to-{last}", kind, merge.parameter]
     if not even:
         parts.append(hashlib.blake2b(repr(inputs).encode(), digest_size=3).hexdigest())
     return run, "-".join(filter(None, parts)), last
@@ -138,11 +135,6 @@ def suites_in(tags: Iterable[str]) -> list[str]:
 
 def _in_job_names(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")
-
-
-def _as_name(component: str) -> str:
-    cleaned = re.sub(r"[^A-Za-z0-9._+=@-]", "-", component).lstrip("._+=@-")
-    return cleaned or "model"
 
 
 def is_relative(path: str) -> bool:

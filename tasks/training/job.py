@@ -200,6 +200,7 @@ def training_of(config: TrainLmOnPodConfig, *, process: Mapping[str, str]) -> Tr
     given = _train_config(config)
     run_id = run_id_of(config, given, process=process)
     output = storage.absolute(config.output_path) if config.output_path else None
+    expiring = _temporary_folder(config, output)
     trainer: dict[str, Any] = {**(given.get("trainer") or {}), "id": run_id}
     checkpointer: dict[str, Any] = {
         **(trainer.get("checkpointer") or {}),
@@ -208,7 +209,10 @@ def training_of(config: TrainLmOnPodConfig, *, process: Mapping[str, str]) -> Tr
     places: dict[str, Any] = {}
     if output is not None:
         checkpointer["base_path"] = storage.join(output, CHECKPOINTS)
-        checkpointer["temporary_base_path"] = _temporary(config, output)
+        path = output.split("://", 1)[-1].strip("/")
+        checkpointer["temporary_base_path"] = (
+            storage.join(expiring, _TEMPORARY_CHECKPOINTS, path) if expiring else storage.join(output, "temporary")
+        )
         places["hf_save_path"] = storage.join(output, EXPORTS)
         if storage.is_local(output):  # Levanter writes its log to disk only
             trainer.setdefault("log_dir", storage.join(output, LOGS))
@@ -223,7 +227,7 @@ def training_of(config: TrainLmOnPodConfig, *, process: Mapping[str, str]) -> Tr
         train_config={**given, **places, "data": data, "trainer": trainer},
         trained=storage.join(output, TRAINED_NAME) if output and config.impute_run_id_from_output_path else None,
         digest=digest_of(given),
-        compiled=_compiled(config, output),
+        compiled=storage.join(expiring, _COMPILED) if expiring else None,
     )
 
 
@@ -260,19 +264,6 @@ def _train_config(config: TrainLmOnPodConfig) -> dict[str, Any]:
             remedy="correct it there",
         ) from error
     return content
-
-
-def _temporary(config: TrainLmOnPodConfig, output: str) -> str:
-    parent = _temporary_folder(config, output)
-    if parent is None:
-        return storage.join(output, "temporary")
-    path = output.split("://", 1)[-1].strip("/")
-    return storage.join(parent, _TEMPORARY_CHECKPOINTS, path)
-
-
-def _compiled(config: TrainLmOnPodConfig, output: str | None) -> str | None:
-    parent = _temporary_folder(config, output)
-    return storage.join(parent, _COMPILED) if parent else None
 
 
 def _temporary_folder(config: TrainLmOnPodConfig, output: str | None) -> str | None:

@@ -30,7 +30,7 @@ if __package__ in (None, ""):  # run as a script
 from benchmarks.side_by_side import BENCH, Comparison
 
 from tasks.contamination.matching import QuestionIndex
-from tasks.contamination.scan import Progress, Settings, scan, scan_part
+from tasks.contamination.scan import ScanProgress, ScanSettings, scan, scan_part
 from tasks.contamination.texts import TextSource, parts_of
 from tasks.records.questions.asked import AskedQuestion, words_in
 
@@ -102,7 +102,7 @@ def plain_search(path: Path, questions: Sequence[AskedQuestion], *, n: int) -> s
 
 def compared(path: Path, questions: Sequence[AskedQuestion]) -> tuple[float, float]:
     """Returns processor seconds of Assay's and of the plain search, in this process; their findings must be equal."""
-    settings = Settings()
+    settings = ScanSettings()
     began = time.process_time()
     index = QuestionIndex(questions, n=settings.n, shortest=settings.shortest)
     findings = [scan_part(index, part).findings for part in parts_of([TextSource(str(path))])]
@@ -132,13 +132,13 @@ class Spent(NamedTuple):
 def with_all_processes(path: Path, questions: Sequence[AskedQuestion], *, name: str) -> Spent:
     most = [0.0]
 
-    def look(progress: Progress) -> None:
+    def look(progress: ScanProgress) -> None:
         for child in multiprocessing.active_children():
             status = Path(f"/proc/{child.pid}/status").read_text()
             most[0] = max(most[0], int(status.partition("VmHWM:")[2].split()[0]) / 1024)
 
     before, began = os.times(), time.perf_counter()
-    flags = scan(str(path.parent), name, [TextSource(str(path))], questions, settings=Settings(), on_progress=look)
+    flags = scan(str(path.parent), name, [TextSource(str(path))], questions, settings=ScanSettings(), on_progress=look)
     wall, after = time.perf_counter() - began, os.times()
     assert flags.search.questions == len(questions)
     cpu = sum(after[:4]) - sum(before[:4])

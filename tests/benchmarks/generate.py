@@ -74,10 +74,10 @@ from resources.actors.actors import create_actor
 from resources.backends.local.client import LocalClient
 from resources.settings import settings
 from tasks.generation.config import GenerationConfig
-from tasks.generation.output import Output
-from tasks.generation.prompts import Plan, plan_prompts, rows_of
+from tasks.generation.output import AnswerFolder
+from tasks.generation.prompts import PromptPlan, plan_prompts, rows_of
 from tasks.generation.queue import ShardQueue
-from tasks.generation.worker import Asker, Origin, WorkOrder, client_of, run_worker
+from tasks.generation.worker import Asker, SharedColumns, WorkOrder, client_of, run_worker
 
 WORK = BENCH / "generate"
 SIDES = ("direct", "asker", "ours")
@@ -94,7 +94,7 @@ class Round:
     """Requests of a round: new prompts, so that the journal has no answers."""
 
     config: GenerationConfig
-    plan: Plan
+    plan: PromptPlan
     folder: Path
 
     @classmethod
@@ -112,8 +112,8 @@ class Round:
         return cls(config, plan_prompts(config.prompts, prompts_per_shard=config.prompts_per_shard), folder)
 
     @property
-    def origin(self) -> Origin:
-        return Origin(MODEL, "digest", "bench", self.folder.name)
+    def origin(self) -> SharedColumns:
+        return SharedColumns(MODEL, "digest", "bench", self.folder.name)
 
     def running(self, port: int) -> RunningModel:
         assert self.config.in_flight is not None
@@ -139,7 +139,7 @@ def write_prompts(folder: Path, number: int) -> Path:
 
 def by_worker(asked: Round, proxy: RunningProxy) -> float:
     """Returns a worker's seconds from its first poll of the queue to its last shard; the queue is already running."""
-    output = Output(str(asked.folder / "generated"), "parquet")
+    output = AnswerFolder(str(asked.folder / "generated"), "parquet")
     order = WorkOrder(
         worker="worker-0",
         config=asked.config,
@@ -226,7 +226,7 @@ async def by_asker(asked: Round, port: int) -> float:
     return seconds
 
 
-def check_answers(side: str, answered: Sequence[int], plan: Plan) -> None:
+def check_answers(side: str, answered: Sequence[int], plan: PromptPlan) -> None:
     """Ends the script if a prompt has no answer: errors would invalidate the rate."""
     if sum(answered) != plan.prompts:
         give_up(f"{side} has {sum(answered)} answers to {plan.prompts} prompts")

@@ -32,15 +32,14 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Servable
-from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import ModelUnusable, SwapRefused
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.generation.config import GenerationConfig
-from tasks.generation.generate import Supervision, supervise
-from tasks.generation.output import Output, decoded
+from tasks.generation.generate import PlannedGeneration, Target, supervise
+from tasks.generation.output import AnswerFolder, decoded
 from tasks.generation.prompts import plan_prompts
-from tasks.generation.worker import Origin
+from tasks.generation.worker import SharedColumns
 from tasks.records.record import Record, read_records
 from tasks.running import native_jobs
 from tasks.spec.evaluation import EvaluationConfig
@@ -305,7 +304,7 @@ def test_openai_client_gets_completions_chat_streams_and_token_prompts(pool: Inf
 
 
 def test_texts_are_written_in_bulk_with_a_schema_and_an_error_for_what_does_not_fit(
-    pool: InferencePool, tmp_path: Path
+    pool: InferencePool, checkpoints: dict[str, Servable], tmp_path: Path
 ) -> None:
     lines = [{"prompt": "Spell a city." + "x" * (600 if number == 2 else 0)} for number in range(4)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -330,18 +329,12 @@ def test_texts_are_written_in_bulk_with_a_schema_and_an_error_for_what_does_not_
             "max_errors": 2,
         }
     )
-    output = Output(str(tmp_path / "first"), "jsonl")
+    output = AnswerFolder(str(tmp_path / "first"), "jsonl")
     running, _ = pool.load("first")
-    supervision = Supervision(
-        config=config,
-        plan=plan_prompts(config.prompts, prompts_per_shard=2),
-        origin=Origin("first", "digest", "tiny", "hash"),
-        output=output,
-        session=pool.session,
-        client=LocalClient(),
-        job_name=lambda kind: f"{kind}-of-a-test",
-    )
-    supervise(supervision, running)
+    origin = SharedColumns("first", "digest", "tiny", "hash")
+    target = Target("first", checkpoints["first"], output, origin, {})
+    planned = PlannedGeneration(config, plan_prompts(config.prompts, prompts_per_shard=2), (target,))
+    supervise(planned, target, pool.session, running)
     rows = [row for number in (0, 1) for row in decoded(Path(output.part(number)).read_bytes(), "jsonl")]
     assert [(row["prompt_index"], row["sample"], row["seed"]) for row in rows] == [
         (prompt, sample, 1 + sample) for prompt in range(4) for sample in range(2)

@@ -16,7 +16,7 @@ from faults.chaos.generation import Job, Kills
 from faults.chaos.generation import differences as differences_of
 from faults.chaos.outcome import Answered, Outcome, asked_too_often, differences, not_replayed
 from faults.chaos.roles import ROLES, Process, Tree
-from tasks.generation.output import AnswerRow, Output
+from tasks.generation.output import AnswerFolder, AnswerRow
 from tasks.records.samples import Sample
 
 TREE = Tree(
@@ -101,7 +101,7 @@ def test_engines_may_be_asked_again_for_what_was_in_flight():
 def written(folder: Path, rows: Iterable[tuple[int, int, str]], *, asked: Iterable[tuple[int, str]]) -> Job:
     """Writes a generation of 2 prompts with 2 samples each, a shard per prompt, with only the answers in `rows`."""
     job = Job(folder, prompts=2, per_shard=1)
-    output = Output(str(job.output), "parquet")
+    output = AnswerFolder(str(job.output), "parquet")
     for shard in (0, 1):
         answers = [
             AnswerRow(

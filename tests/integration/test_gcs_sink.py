@@ -12,7 +12,7 @@ from fakes.gcs import FakeGcs, fake_gcs
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.generation.config import PromptsConfig
-from tasks.generation.output import AnswerRow, Output, decoded
+from tasks.generation.output import AnswerFolder, AnswerRow, decoded
 from tasks.generation.prompts import plan_prompts, rows_of
 from tasks.records.record import Record
 from tasks.sinks.object_store import ObjectStoreSink
@@ -66,7 +66,7 @@ def test_text_is_generated_from_a_bucket_into_a_bucket(store: FakeGcs):
         storage.write_bytes(f"gs://bucket/prompts/part-{number}.jsonl", lines.encode())
     config = PromptsConfig(files=("gs://bucket/prompts/*.jsonl",))
     plan = plan_prompts(config, prompts_per_shard=2)
-    output = Output("gs://bucket/generated/run-a-100", "parquet")
+    output = AnswerFolder("gs://bucket/generated/run-a-100", "parquet")
     output.begin({"prompts": plan.digest})
     for shard in plan.shards:
         answers = [answer_to(shard.first_prompt + place, row["prompt"]) for place, row in enumerate(rows_of(shard))]

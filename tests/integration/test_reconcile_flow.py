@@ -34,13 +34,12 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import ensure_environment
 from resources.errors import CheckpointError
-from tasks.errors import EvaluationIncomplete, EvaluationInterrupted, GateRefused
+from tasks.errors import EvaluationInterrupted, GateRefused
 from tasks.evaluators.evaluator import HarnessCommand, Parsed
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.policies.reconciliation import reconcile
 from tasks.policies.snapshot import take_snapshot
 from tasks.records.record import Record, read_records
-from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.verdicts.alert_files import write_first
 from tasks.verdicts.gate import Gate
@@ -229,25 +228,6 @@ def test_policy_decides_early_after_a_whole_checkpoint_and_asks_the_rest_on_an_a
         assert write_first(str(run.folder / "out" / "run"), known_alert(decided))
         assert run.reconcile()["succeeded"] == 1 and run.missing() == {}
         assert sorted(record.checkpoint.step for record in run.records()) == [1, 2]
-
-
-def test_failure_of_the_benchmark_waits_for_a_person_and_a_record_stays(tmp_path: Path):
-    with watched(tmp_path) as run:
-        run.write_checkpoint(1)
-        broken = run.folder / "own"
-        broken.mkdir()
-        source = BUNDLED / "demo_facts.yaml"
-        (broken / "demo_facts.yaml").write_text(source.read_text())  # without its questions
-        suite = {"suite": run.write_suite("facts", "demo_facts"), "benchmarks_path": str(broken)}
-        run.write_policy(**{"suites": [suite]})
-        with pytest.raises(EvaluationIncomplete):
-            run.reconcile()
-        [record] = run.records()
-        assert record.status == "failed"
-        assert run.reconcile()["open_before"] == {"failed": 1}
-        assert run.ask("retry", "--failed")["cells"] == ["run-1 · facts: demo_facts"]
-        assert run.missing() == {"work": 1}
-        assert run.records() == [record]
 
 
 def test_cancelled_reconciler_publishes_nothing(tmp_path: Path):

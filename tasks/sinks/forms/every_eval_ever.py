@@ -39,7 +39,7 @@ _NOT_PORTABLE = re.compile(r'[<>:"/\\|?*\x00-\x1f]|[. ]$')
 _RIGHT_OR_WRONG = re.compile(
     r"acc(_norm|_mutual_info)?|(.+_)?accuracy|\w+_(strict|loose)_acc|em|exact|(\w+_)?exact_match(@\d+)?|pass@1"
 )
-
+_CORRECT_UNKNOWN = "not known: no answer is known to be right or wrong by this metric"
 _TURNS_UNKNOWN = "not known: a solver of Inspect can take several turns and call tools, which no sample says"
 
 
@@ -60,7 +60,7 @@ class Publisher(NamedTuple):
                 )
 
 
-class Written(NamedTuple):
+class ExportCounts(NamedTuple):
     """Numbers of written items, and of omitted records by reason."""
 
     records: int
@@ -76,7 +76,7 @@ def write_every_eval_ever(
     publisher: Publisher,
     filters: RecordFilter,
     with_samples: bool = True,
-) -> Written:
+) -> ExportCounts:
     """Writes records below `<folder>/data/<evaluator>/<developer>/<checkpoint>/`; a record always yields the same file.
     `folder` may be in an object store, `filters` selects metrics, `with_samples` adds prompts and outputs."""
     publisher.check()
@@ -105,7 +105,7 @@ def write_every_eval_ever(
                 path.write_text(json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
                 records, results = records + 1, results + len(log["evaluation_results"])
         storage.copy_from_local(Path(aside), folder)
-    return Written(records, results, rows, left_out)
+    return ExportCounts(records, results, rows, left_out)
 
 
 def evaluation_log(
@@ -113,7 +113,7 @@ def evaluation_log(
 ) -> dict[str, Any]:
     """Returns a succeeded record as an evaluation of the schema, without samples. The method of its intervals is
     derived from `questions`, its samples by benchmark; `filters` selects metrics."""
-    model_id = f"{publisher.developer}/{_portable(record.checkpoint.name)}"
+    model_id = f"{publisher.developer}/{_NOT_PORTABLE.sub('_', record.checkpoint.name)}"
     created = str(int(record.created.timestamp()))
     library, version = library_of(record)
     first_party = publisher.organization == publisher.developer
@@ -177,7 +177,7 @@ def _model_info(record: Record, model_id: str, publisher: Publisher) -> dict[str
 
 def _result(metric: Metric, record: Record, questions: Questions, created: str) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "evaluation_result_id": _result_id(metric.benchmark, metric.name),
+        "evaluation_result_id": f"{metric.benchmark}/{metric.name}",
         "evaluation_name": metric.benchmark,
         "source_data": _source_data(metric, record),
         "evaluation_timestamp": created,
@@ -189,17 +189,12 @@ def _result(metric: Metric, record: Record, questions: Questions, created: str) 
     return {**result, "generation_config": {"generation_args": answers, "additional_details": settings}}
 
 
-def _result_id(benchmark: str, metric: str) -> str:
-    return f"{benchmark}/{metric}"
-
-
 def _source_data(metric: Metric, record: Record) -> dict[str, Any]:
     data = data_of(record, metric.benchmark)
     details = record.noticed(metric.benchmark)
+    known = _texts({"revision": data.revision if data else None, "prompts": details.prompts if details else None})
     if data is None or data.repository is None:
-        known = _texts({"revision": data.revision if data else None, "prompts": details.prompts if details else None})
         return {"dataset_name": metric.benchmark, "source_type": "other", "additional_details": known}
-    known = _texts({"revision": data.revision, "prompts": details.prompts if details else None})
     whole = record.evaluation.get("max_eval_instances") is None and not (record.counts and record.counts.skipped)
     return {
         "dataset_name": metric.benchmark,
@@ -289,7 +284,7 @@ def sample_rows(sample: Sample, log: Mapping[str, Any]) -> Iterator[dict[str, An
     results = {result["evaluation_result_id"]: result for result in log["evaluation_results"]}
     reference = [] if sample.target is None else [sample.target]
     for metric, score in sample.scores.items():
-        result = results.get(_result_id(sample.benchmark, metric))
+        result = results.get(f"{sample.benchmark}/{metric}")
         if result is None or not math.isfinite(score):
             continue
         right_or_wrong = _RIGHT_OR_WRONG.fullmatch(metric.partition(",")[0]) is not None
@@ -300,9 +295,7 @@ def sample_rows(sample: Sample, log: Mapping[str, Any]) -> Iterator[dict[str, An
             "prompt_truncated": sample.truncated or None,
             "cluster": sample.cluster,
             "log_likelihoods": list(sample.log_likelihoods) or None,
-            "is_correct": None
-            if right_or_wrong
-            else "not known: no answer is known to be right or wrong by this metric",
+            "is_correct": None if right_or_wrong else _CORRECT_UNKNOWN,
             "interaction_type": _TURNS_UNKNOWN if log["eval_library"]["name"] == "inspect_ai" else None,
         }
         yield {
@@ -321,15 +314,20 @@ def sample_rows(sample: Sample, log: Mapping[str, Any]) -> Iterator[dict[str, An
                 "choices": list(sample.choices) or None,
             },
             "output": {"raw": [sample.output]},
-            "answer_attribution": [_attribution(sample)] if chosen else [],
+            "answer_attribution": [
+                {
+                    "turn_idx": 0,
+                    "source": "output.raw",
+                    "extracted_value": sample.output,
+                    "extraction_method": "likeliest choice",
+                    "is_terminal": True,
+                }
+            ]
+            if chosen
+            else [],
             "evaluation": {"score": score, "is_correct": right_or_wrong and score == 1.0},
             "metadata": _texts(metadata),
         }
-
-
-def _attribution(sample: Sample) -> dict[str, Any]:
-    answer = {"turn_idx": 0, "source": "output.raw", "extracted_value": sample.output}
-    return {**answer, "extraction_method": "likeliest choice", "is_terminal": True}
 
 
 def _path(log: Mapping[str, Any], record: Record, end: str) -> str:
@@ -337,10 +335,6 @@ def _path(log: Mapping[str, Any], record: Record, end: str) -> str:
     content = json.dumps([log["evaluation_id"], record.attempt, record.created.isoformat()])
     name = uuid.UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=4)
     return f"data/{log['eval_library']['name']}/{developer}/{model}/{name}{end}"
-
-
-def _portable(name: str) -> str:
-    return _NOT_PORTABLE.sub("_", name)
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:

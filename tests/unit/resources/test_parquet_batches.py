@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from resources.storage.parquet_batches import bounded_batches
-from tasks.generation.prompts import Source, table_batches
+from tasks.generation.prompts import PromptSource, table_batches
 
 
 def _bomb(file: Path, *, value_bytes: int, rows: int, **options: Any) -> Path:
@@ -23,7 +23,7 @@ def _bomb(file: Path, *, value_bytes: int, rows: int, **options: Any) -> Path:
 def test_batches_of_a_repeated_large_value_are_small(tmp_path: Path, options: dict[str, Any]) -> None:
     file = _bomb(tmp_path / "a.parquet", value_bytes=10**7, rows=100, **options)
     assert file.stat().st_size < 10**5
-    sizes = [batch.num_rows for batch in table_batches(Source(str(file), "parquet"))]
+    sizes = [batch.num_rows for batch in table_batches(PromptSource(str(file), "parquet"))]
     assert sum(sizes) == 100 and max(sizes) <= 2**28 // 10**7
 
 
@@ -35,4 +35,4 @@ def test_dictionary_over_the_bound_is_refused(tmp_path: Path) -> None:
 
 def test_batches_of_small_values_have_all_rows_asked_for(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": [str(n % 7) for n in range(1000)]}), tmp_path / "a.parquet")
-    assert [batch.num_rows for batch in table_batches(Source(str(tmp_path / "a.parquet"), "parquet"))] == [1000]
+    assert [batch.num_rows for batch in table_batches(PromptSource(str(tmp_path / "a.parquet"), "parquet"))] == [1000]

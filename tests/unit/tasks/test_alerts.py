@@ -23,7 +23,7 @@ from resources.errors import BadInput
 from resources.storage import storage
 from tasks.errors import PrefectUnavailable
 from tasks.policies.overrides import read_overrides
-from tasks.prefect_server.progress import Raised, Update, listening
+from tasks.prefect_server.progress import RaisedAlert, Update, listening
 from tasks.records.index import indexed_records
 from tasks.records.record import find_records, now
 from tasks.running.announce import raise_alerts
@@ -196,7 +196,7 @@ def test_look_that_cannot_be_finished_fails_nothing_and_is_reported(tmp_path: Pa
         assert len(heard) == 1 and "alerts of run-a could not be searched" in str(heard[0])
         (tmp_path / "run-a" / "alerts").unlink()
         raise_alerts([cell], since=BEFORE)
-    assert len(heard) == 2 and isinstance(heard[1], Raised)
+    assert len(heard) == 2 and isinstance(heard[1], RaisedAlert)
     assert heard[1].text.startswith("Alert: demo_facts acc of run-a fell at step 2,100")
 
 

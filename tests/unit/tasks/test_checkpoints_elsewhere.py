@@ -19,15 +19,14 @@ from pools.pool.kept import keep_up
 from pools.pool.session import PoolSession
 from pools.proxy.client import ProxyAddress
 from pools.settings import ProxyKeys
-from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import WrongRegion
 from resources.regions.region_check import check_reads
 from resources.settings import settings
 from tasks.generation.config import GenerationConfig
 from tasks.generation.generate import PlannedGeneration, Target, pool_of
-from tasks.generation.output import Output
+from tasks.generation.output import AnswerFolder
 from tasks.generation.prompts import plan_prompts
-from tasks.generation.worker import Origin
+from tasks.generation.worker import SharedColumns
 from tasks.running.provisioning import provisioned
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -77,9 +76,8 @@ def generate(checkpoint: Servable, folder: Path) -> None:
     config = GenerationConfig.model_validate(
         {"model_path": THERE, "pool_config": POOL, "prompts": {"files": [str(prompts)]}, "output_path": str(folder)}
     )
-    model_folder = inspect_model_folder(THERE)
-    output, origin = Output(str(folder), "jsonl"), Origin("run-1", "d", "pool", "p")
-    target = Target("run-1", model_folder, digest_model_folder(model_folder), output, origin, {})
+    output, origin = AnswerFolder(str(folder), "jsonl"), SharedColumns("run-1", "d", "pool", "p")
+    target = Target("run-1", checkpoint, output, origin, {})
     plan = plan_prompts(config.prompts, prompts_per_shard=config.prompts_per_shard)
     with pool_of(PlannedGeneration(config, plan, (target,)), [target], lost=False):
         pass

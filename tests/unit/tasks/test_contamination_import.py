@@ -67,9 +67,7 @@ def flagged(flags: Flags) -> dict[tuple[str, str], bool]:
 
 def test_decon_report_flags_the_question_with_these_words_in_the_subject_that_asks_it(tmp_path: Path) -> None:
     other = {**REPORT, "eval_key": "gsm8k", "eval_question_text": "a question of no benchmark"}
-
     flags = imported(tmp_path, f"{json.dumps(REPORT)}\n{json.dumps(other)}\n", tool="decon")
-
     [flag] = flags.questions.values()
     assert (flag.benchmark, flag.id, flag.flagged) == ("mmlu_abstract_algebra", "0-000000000000", True)
     assert (flag.score, flag.answer) == (0.93, True)
@@ -80,15 +78,12 @@ def test_decon_report_flags_the_question_with_these_words_in_the_subject_that_as
 
 def test_decon_report_without_texts_goes_by_the_number_of_the_instance(tmp_path: Path) -> None:
     line = {name: value for name, value in REPORT.items() if name != "eval_question_text"}
-
     flags = imported(tmp_path, json.dumps({**line, "eval_key": "towns"}), tool="decon")
-
     assert flagged(flags) == {("towns", "0"): True}
 
 
 def test_rest_of_a_benchmark_is_clean_only_where_the_tool_covered_it(tmp_path: Path) -> None:
     flags = imported(tmp_path, json.dumps(REPORT), tool="decon", covers=["mmlu"])
-
     assert [status_of(question, [flags]) for question in asked()] == ["flagged", "clean", "not scanned"]
 
 
@@ -120,9 +115,7 @@ def test_datakit_attributes_flag_questions_by_the_hashes_of_their_own_words(
     tmp_path: Path, words: int, is_flagged: bool
 ) -> None:
     write_marin(tmp_path, matched=marin(" ".join(OTHER.split()[:words])))
-
     flags = import_flags(str(tmp_path), "m", [str(tmp_path)], asked(), tool="marin")
-
     shares = {question.benchmark: question.score for question in flags.questions.values() if question.score}
     assert flagged(flags)["mmlu_abstract_algebra", "1"] is is_flagged
     assert shares == {"mmlu_abstract_algebra": pytest.approx(1.0 if is_flagged else 1 / 5, abs=1e-4)}
@@ -133,16 +126,13 @@ def test_datakit_attributes_flag_questions_by_the_hashes_of_their_own_words(
 
 def test_datakit_documents_that_are_not_contaminated_flag_nothing(tmp_path: Path) -> None:
     write_marin(tmp_path, matched=marin(OTHER), contaminated=False)
-
     flags = import_flags(str(tmp_path), "m", [str(tmp_path)], asked(), tool="marin")
-
     assert (flags.search.flagged, flags.search.questions) == (0, 2)
 
 
 def test_datakit_output_without_its_index_is_refused(tmp_path: Path) -> None:
     write_marin(tmp_path, matched=[])
     (tmp_path / "_bloom" / "eval_hash_index.parquet").unlink()
-
     with pytest.raises(BadInput, match=r"eval_hash_index\.parquet"):
         import_flags(str(tmp_path), "m", [str(tmp_path)], asked(), tool="marin")
 
@@ -158,13 +148,11 @@ def test_datakit_output_without_its_index_is_refused(tmp_path: Path) -> None:
 )
 def test_list_of_ids_flags_them_in_every_form(tmp_path: Path, file: str, content: str) -> None:
     flags = imported(tmp_path, content, file=file, benchmark="mmlu_*")
-
     assert flagged(flags) == {("mmlu_abstract_algebra", "0"): True, ("mmlu_abstract_algebra", "1"): True}
 
 
 def test_list_says_what_is_clean_and_counts_unasked_questions(tmp_path: Path) -> None:
     flags = imported(tmp_path, "0,false,0.1\n1,true,0.9\n77,true\n", file="a.csv", benchmark="mmlu")
-
     assert flagged(flags) == {("mmlu_abstract_algebra", "0"): False, ("mmlu_abstract_algebra", "1"): True}
     assert flags.search.unknown == 1
 
@@ -192,9 +180,7 @@ def test_wrong_line_is_named_with_its_file(tmp_path: Path, tool: Tool, file: str
 
 def test_written_flags_are_read_again_and_damaged_flags_are_refused(tmp_path: Path) -> None:
     written = imported(tmp_path, '{"id": 0, "evidence": "a\\u2028b\\ud800"}', benchmark="towns")
-
     [read] = read_flags(str(tmp_path))
-
     assert (read.search, read.questions, read.digest) == (written.search, written.questions, written.digest)
     packed, endless = gzip.compress(b"{}\n" * 500), gzip.compress(b" " * (65 << 20))
     for damaged in (b"no gzip", packed[:14] + bytes([packed[14] ^ 0xFF]) + packed[15:], packed, packed[:-9], endless):
@@ -208,7 +194,6 @@ def test_question_under_another_name_is_known_by_its_words_and_a_place_in_change
     [town] = [question for question in asked() if question.benchmark == "towns"]
     flags = imported(tmp_path, "0", file="a.txt", benchmark="towns")
     helm = town._replace(benchmark="helm_towns", id="id9")
-
     assert status_of(helm, [flags]) == "flagged"
     (tmp_path / "b.txt").write_text("id9")
     placed = import_flags(str(tmp_path), "h", [str(tmp_path / "b.txt")], [helm], tool="list")
@@ -221,6 +206,5 @@ def test_question_that_was_asked_in_two_templates_is_looked_for_in_both(tmp_path
     other = question._replace(digest="f" * 16)
     (tmp_path / "a.csv").write_text(f"{question.id},true\n")
     flags = import_flags(str(tmp_path), "t", [str(tmp_path / "a.csv")], [question, other], tool="list")
-
     assert (flags.search.questions, len(read_flags(str(tmp_path))[0].questions)) == (2, 2)
     assert {status_of(each, [flags]) for each in (question, other)} == {"flagged"}

@@ -21,9 +21,9 @@ from pyarrow import parquet
 from fakes.records import make_record
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.contamination.matching import Finding, QuestionIndex
-from tasks.contamination.scan import Progress, Settings, scan, scan_part
-from tasks.contamination.texts import Reading, TextSource, parts_of, texts_in
+from tasks.contamination.matching import Overlap, QuestionIndex
+from tasks.contamination.scan import ScanProgress, ScanSettings, scan, scan_part
+from tasks.contamination.texts import ReadingCounts, TextSource, parts_of, texts_in
 from tasks.records.questions.asked import AskedQuestion, asked_in, own_texts, questions_of
 from tasks.records.questions.words import words_of
 from tasks.records.samples import Sample
@@ -35,8 +35,8 @@ def asked(*texts: str, answer: str = "") -> list[AskedQuestion]:
     return [AskedQuestion("b", str(number), text, answer, f"{number:016x}") for number, text in enumerate(texts)]
 
 
-def found_in(texts: Sequence[str], questions: Sequence[AskedQuestion], *, n: int, shortest: int) -> dict[int, Finding]:
-    findings: dict[int, Finding] = {}
+def found_in(texts: Sequence[str], questions: Sequence[AskedQuestion], *, n: int, shortest: int) -> dict[int, Overlap]:
+    findings: dict[int, Overlap] = {}
     index = QuestionIndex(questions, n=n, shortest=shortest)
     index.search(texts, findings, places=[("f", 0, number) for number in range(1, len(texts) + 1)])
     return findings
@@ -105,19 +105,15 @@ def test_what_is_found_is_what_a_plain_search_for_n_grams_finds(
 ) -> None:
     shortest, n = sizes[0], sum(sizes)
     own = [" ".join(plainly(question)) for question in questions]
-
     findings = found_in(texts, asked(*own), n=n, shortest=shortest) if texts else {}
-
     for number, question in enumerate(own):
-        finding = findings.get(number, Finding())
+        finding = findings.get(number, Overlap())
         assert (finding.seen, finding.longest) == brute_force(texts, question, n=n, shortest=shortest)
 
 
 def test_words_are_lower_case_without_punctuation_and_single_chinese_characters() -> None:
     words = words_of(["Don’t “STOP”, É\u00a0ÜBER 日本語、ok日…", "second"])
-
     decoded = [word.decode() for word in words.between(0, len(words.starts))]
-
     assert decoded == ["don", "t", "stop", "é", "über", "日", "本", "語", "ok", "日", "\x01", "second"]
 
 
@@ -125,22 +121,18 @@ def test_words_that_share_a_number_and_differ_as_text_flag_nothing() -> None:
     first, second = (f"{'a' * 16}{middle * 8}{'z' * 8}" for middle in "bc")
     hashes = words_of([f"{first} {second}"]).hashes
     assert hashes[0] == hashes[1], "not the collision that this test is about"
-
     assert found_in([f"{first} {first}"], asked(f"{second} {second}"), n=2, shortest=2) == {}
 
 
 def test_text_across_two_documents_is_not_found() -> None:
     half = len(QUESTION) // 2
-
     assert found_in([QUESTION[:half], QUESTION[half:]], asked(QUESTION), n=13, shortest=13) == {}
 
 
 @pytest.mark.parametrize(("after", "follows"), [("It was Eden Bridge.", True), ("It is unknown.", False)])
 def test_answer_is_seen_where_it_follows_the_question_in_the_same_text(after: str, follows: bool) -> None:
     texts = [f"Q: {QUESTION}? {after}", "Eden Bridge"]
-
     [finding] = found_in(texts, asked(QUESTION, answer="eden bridge"), n=13, shortest=8).values()
-
     assert (finding.answer, finding.longest, finding.place) == (follows, 17, ("f", 0, 1))
 
 
@@ -152,7 +144,6 @@ NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal", "Ida")
 def test_own_text_of_a_question_is_without_instruction_examples_and_labels(shots: int | None) -> None:
     examples = "".join(EXAMPLES.format(f"Where is {name} now?", "here") for name in ("Xan", "Yul"))
     prompts = [f"Answer each.\n\n{examples}Question: Where does {name} live?\nAnswer:" for name in NAMES]
-
     assert own_texts(prompts, shots=shots) == [f" Where does {name} live?" for name in NAMES]
 
 
@@ -169,16 +160,13 @@ def test_own_text_of_a_conversation_as_lm_eval_logs_it_is_its_last_turn_whole(sh
     turns = [[{"role": "user", "content": "Where is Xan?\nAnswer:"}, {"role": "assistant", "content": "here"},
               {"role": "user", "content": text}] for text in asked]  # fmt: skip
     logged = [str([json.dumps(conversation)]) for conversation in turns]
-
     last_turns = own_texts(logged, shots=shots)
-
     assert last_turns == own_texts([json.dumps(conversation) for conversation in turns], shots=shots)
     assert all(f"{name} live?" in text for name, text in zip(NAMES, last_turns, strict=True)), last_turns
 
 
 def test_choices_by_letter_belong_to_a_question_only_below_a_short_stem() -> None:
     choices = "\nA. the first of them\nB. the second"
-
     assert own_texts([f"{QUESTION}?{choices}", f"Which is true?{choices}"], shots=0) == [
         f"{QUESTION}?",
         f"Which is true?{choices}",
@@ -191,13 +179,12 @@ def test_question_has_the_same_digest_behind_examples_and_no_letter_answer() -> 
                             shots=prompt.count("Example"))[0]  # fmt: skip
 
     plain, with_examples = question(QUESTION, "B."), question(f"Example 1.\n\nExample 2.\n\n{QUESTION}?", "Eden")
-
     assert plain.digest == with_examples.digest
     assert (plain.answer, with_examples.answer) == ("", "eden")
 
 
 def read(uri: Path | str, name: str = "text") -> list[str]:
-    return [text for part in parts_of([TextSource(str(uri), name)]) for text in texts_in(part, Reading())]
+    return [text for part in parts_of([TextSource(str(uri), name)]) for text in texts_in(part, ReadingCounts())]
 
 
 def lines(texts: Sequence[str]) -> bytes:
@@ -215,7 +202,6 @@ def test_texts_are_read_from_every_form_and_store_that_holds_them(tmp_path: Path
     storage.write_bytes("memory://texts/shard-000.jsonl", lines(["eight"]))
     chat = {"messages": [{"role": "user", "content": "nine"}, {"role": "assistant", "content": "ten"}]}
     storage.write_bytes("memory://texts/shard-001.jsonl", json.dumps(chat).encode())
-
     assert read(tmp_path) == ["one", "two", "three", "four", "five", "six", "seven"]
     assert read("memory://texts/shard-{000..000}.jsonl") == ["eight"]
     assert read("memory://texts/*1.jsonl", "messages") == ["nine\nten"]
@@ -226,23 +212,20 @@ def test_each_text_is_read_once_for_any_cut_of_a_file() -> None:
     content = lines(texts)
     storage.write_bytes("memory://cut.jsonl", content)
     [whole] = parts_of([TextSource("memory://cut.jsonl")])
-
     for cut in range(1, len(content)):
         parts = [replace(whole, start=0, end=cut), replace(whole, start=cut, end=len(content))]
-        read = [text for part in parts for text in texts_in(part, Reading())]
+        read = [text for part in parts for text in texts_in(part, ReadingCounts())]
         assert read == [text for text in texts if text], cut
 
 
 def test_texts_in_another_field_are_refused_with_the_fields_there_are(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "text"}\n')
-
     with pytest.raises(BadInput, match=r"'text' of .*a.jsonl\n.*the fields content"):
         read(tmp_path / "a.jsonl")
 
 
 def test_file_of_which_no_line_is_a_document_is_refused_and_makes_no_question_clean(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"text": "four five six"}], indent=2))
-
     with pytest.raises(BadInput, match=r"each line of .*a.json\n.*none of which"):
         read(tmp_path / "a.json")
 
@@ -256,7 +239,6 @@ def test_numbers_in_braces_may_run_down(tmp_path: Path) -> None:
 
 def test_texts_that_are_no_parquet_are_refused_with_their_file(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("no parquet")
-
     with pytest.raises(BadInput, match=r"Parquet in .*a\.parquet"):
         read(tmp_path / "a.parquet")
 
@@ -265,9 +247,7 @@ def test_examples_of_a_group_are_taken_off_the_questions_of_its_parts() -> None:
     record = make_record(evaluation={"evals": [{"name": "mmlu", "num_fewshot": 1}]})
     prompt = f"One {QUESTION}?\n\nTwo {QUESTION[::-1]}?"
     sample = Sample(benchmark="mmlu_anatomy", id="1", prompt=prompt, output="", target=None, scores={})
-
     [question] = asked_in(record, {"mmlu_anatomy": [sample]})
-
     assert question.raw == f"Two {QUESTION[::-1]}?"
 
 
@@ -275,9 +255,7 @@ def test_scan_says_what_it_read_and_a_question_too_short_is_not_called_clean(tmp
     (tmp_path / "a.jsonl").write_bytes(lines(["Nothing of it.", f"Once: {QUESTION.upper()}!"]) + b"no json\n")
     (tmp_path / "b.txt").write_text(" ".join(QUESTION.split()[:10]))
     questions = asked(QUESTION, f"why {QUESTION[::-1]}", "too short to tell")
-
-    flags = scan(str(tmp_path), "s", [TextSource(str(tmp_path / "[ab].*"))], questions, settings=Settings())
-
+    flags = scan(str(tmp_path), "s", [TextSource(str(tmp_path / "[ab].*"))], questions, settings=ScanSettings())
     search, by_id = flags.search, {key[1]: flag for key, flag in flags.questions.items()}
     assert (search.text_files, search.documents, search.words, search.unreadable) == (2, 3, 31, 1)
     assert (search.questions, search.flagged, search.too_short) == (2, 1, 1)
@@ -294,11 +272,11 @@ def test_scan_that_was_ended_does_not_read_again_what_it_had_read(tmp_path: Path
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     first.write_bytes(lines([QUESTION]))
     second.write_text('{"content": "text"}\n')
-    done: list[Progress] = []
+    done: list[ScanProgress] = []
 
     def again() -> int:
         sources = [TextSource(str(first)), TextSource(str(second))]
-        flags = scan(str(tmp_path), "s", sources, asked(QUESTION), settings=Settings(), processes=1,
+        flags = scan(str(tmp_path), "s", sources, asked(QUESTION), settings=ScanSettings(), processes=1,
                      on_progress=done.append)  # fmt: skip
         return flags.search.flagged
 
@@ -309,7 +287,6 @@ def test_scan_that_was_ended_does_not_read_again_what_it_had_read(tmp_path: Path
     first.write_bytes(lines(["x" * len(QUESTION)]))
     os.utime(first, ns=(times.st_atime_ns, times.st_mtime_ns))
     second.write_bytes(lines(["one"]))
-
     assert again() == 1, "the first file was read again, which now says something else"
     assert [file.uri for file in storage.list_files(str(tmp_path / "contamination"))] == [
         str(tmp_path / "contamination" / "s.jsonl.gz")
@@ -335,4 +312,4 @@ def test_memory_of_a_scan_goes_by_the_questions_and_not_by_the_texts(tmp_path: P
 @pytest.mark.parametrize("wrong", [{"n": 4}, {"threshold": 0.0}, {"shortest": 14}])
 def test_settings_that_can_find_nothing_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(BadInput, match="--shortest"):
-        Settings(**wrong).check()  # pyright: ignore[reportArgumentType]
+        ScanSettings(**wrong).check()  # pyright: ignore[reportArgumentType]

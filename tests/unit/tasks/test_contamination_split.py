@@ -51,9 +51,7 @@ def split(path: Path, metric: Metric, samples: Sequence[Sample], *others: Metric
 
 def test_score_is_split_into_clean_and_flagged_with_an_interval_that_holds_for_few(tmp_path: Path) -> None:
     flags_of(tmp_path, flagged=range(10), clean=range(10, 90))
-
     halves = split(tmp_path, make_metric(value=0.3, n=100), make_samples(RIGHT))
-
     assert halves.clean is not None and halves.flagged is not None
     assert (halves.clean.value, halves.clean.n) == (pytest.approx(20 / 80), 80)
     assert (halves.flagged.value, halves.flagged.n, halves.not_scanned) == (1.0, 10, 10)
@@ -67,7 +65,6 @@ def test_score_is_split_into_clean_and_flagged_with_an_interval_that_holds_for_f
 def test_interval_of_a_difference_is_as_wide_as_both_sides_make_it(tmp_path: Path) -> None:
     flags_of(tmp_path, flagged=range(10), clean=range(10, 100))
     halves = split(tmp_path, make_metric(value=0.5, n=100), make_samples([0.0, 1.0] * 50))
-
     assert (
         halves.clean is not None and halves.flagged is not None and halves.low is not None and halves.high is not None
     )
@@ -81,7 +78,6 @@ def test_clusters_widen_the_interval_of_the_difference(tmp_path: Path) -> None:
     scores = [float(number % 20 < 10) for number in range(100)]
     alone = make_samples(scores)
     together = [sample.model_copy(update={"cluster": f"c{int(sample.id) // 10}"}) for sample in alone]
-
     widths = []
     for place, samples in (("a", alone), ("b", together)):
         flags_of(tmp_path / place, flagged=range(50), clean=range(50, 100))
@@ -100,9 +96,7 @@ def test_perplexity_is_split_by_its_sums_and_not_by_a_mean(tmp_path: Path) -> No
                ratios={"word_perplexity": pair})
         for number, pair in enumerate(sums)
     ]  # fmt: skip
-
     halves = split(tmp_path, make_metric(name="word_perplexity", value=math.exp(2), n=3), samples)
-
     assert halves.clean is not None and halves.flagged is not None
     assert (halves.clean.value, halves.flagged.value) == (pytest.approx(math.exp(7 / 3)), pytest.approx(math.e))
     assert (halves.low, halves.reason) == (None, "too few questions for an interval")
@@ -110,9 +104,7 @@ def test_perplexity_is_split_by_its_sums_and_not_by_a_mean(tmp_path: Path) -> No
 
 def test_score_that_is_no_mean_over_questions_is_not_split_and_says_why(tmp_path: Path) -> None:
     flags_of(tmp_path, flagged=range(10), clean=range(10, 100))
-
     halves = split(tmp_path, make_metric(value=0.9, n=100), make_samples(RIGHT))
-
     assert (halves.clean, halves.flagged) == (None, None)
     assert halves.reason == "not split: its value is not the mean over single questions"
 
@@ -123,9 +115,7 @@ def test_group_of_which_a_part_has_no_flagged_question_is_compared_over_the_othe
     write_flags(str(tmp_path), whole.search.model_copy(update={"name": "b"}), whole.questions.values())
     samples = [*make_samples([1] * 4 + [0] * 6, benchmark="g_a"), *make_samples([1] * 8 + [0] * 2, benchmark="g_b")]
     group = make_metric("g", 0.6, n=20).model_copy(update={"parts": {"g_a": 0.5, "g_b": 0.5}})
-
     halves = split(tmp_path, group, samples, make_metric("g_a", 0.4, n=10), make_metric("g_b", 0.8, n=10))
-
     assert halves.clean is not None and halves.flagged is not None
     assert halves.clean.value == pytest.approx((2 / 8 + 0.8) / 2)
     assert halves.flagged.value == 1.0
@@ -139,9 +129,7 @@ def test_uneven_flags_of_parts_widen_the_difference(tmp_path: Path) -> None:
     assert (few.search.flagged, half.search.flagged) == (3, 150)
     samples = [s for name in ("g_a", "g_b") for s in make_samples([1.0, 1.0, 1.0, 1.0, 0.0] * 60, benchmark=name)]
     group = make_metric("g", 0.8, n=600).model_copy(update={"parts": {"g_a": 0.5, "g_b": 0.5}})
-
     halves = split(tmp_path, group, samples, *(make_metric(name, 0.8, n=300) for name in ("g_a", "g_b")))
-
     unseen = 0.5 * (1 - 0.025 ** (1 / 3))  # all three flagged questions of a part are right, which proves little
     assert halves.flagged is not None and halves.flagged.low is not None and halves.high is not None
     assert halves.flagged.value - halves.flagged.low > unseen
@@ -180,7 +168,6 @@ def test_page_without_flags_says_nothing_of_them_and_flags_are_no_records(tmp_pa
     page = Path(write_report(read_records(str(tmp_path)), str(tmp_path / "r.html"), title="t",
                              records_at=str(tmp_path))).read_text()  # fmt: skip
     flags_of(tmp_path, flagged=[0], clean=[])
-
     assert "had seen" not in page
     assert find_records(str(tmp_path)) == before
 
@@ -189,9 +176,7 @@ def test_damaged_samples_leave_the_rest_of_the_page_and_are_named(tmp_path: Path
     records = series(tmp_path)
     [file] = (tmp_path / "run-a" / "step-100").rglob("samples.jsonl.gz")
     file.write_bytes(b"no gzip")
-
     page = Path(write_report(records, str(tmp_path / "r.html"), title="t", records_at=str(tmp_path))).read_text()
-
     assert "not split: Not a gzipped file" in page and "n = 80" in page
 
 
@@ -203,7 +188,6 @@ def run(*arguments: str) -> Any:
 
 def test_records_shows_and_exports_splits(tmp_path: Path) -> None:
     series(tmp_path)
-
     rows = json.loads(run("records", str(tmp_path), "--contamination", "--json"))
     assert [(row["step"], row["clean_n"], row["flagged_value"], row["not_scanned_n"]) for row in rows] == [
         (100, 80, 1.0, 10),
@@ -229,11 +213,9 @@ def test_scan_of_a_training_configuration_flags_questions_of_records(tmp_path: P
     data = {"components": {"here": component, "hub": {"source": {"id": "o/d"}}}}
     config = {"training": {"train_config": {"data": data}}}
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
-
     search = json.loads(
         run("contamination", "scan", str(tmp_path / "e"), "--train-config", str(tmp_path / "train.yaml"), "--json")
     )
-
     assert (search["questions"], search["flagged"], search["words"]) == (2, 1, 18)
     assert search["not_read"] == ["hub: data set o/d of a hub; scan its files with --texts"]
     [row, *_] = json.loads(run("records", str(tmp_path / "e"), "--contamination", "--json"))
@@ -255,9 +237,7 @@ def test_training_texts_are_those_trained_on_in_each_of_levanters_formats(tmp_pa
         "train_weights": [[0, {"plain": 1.0, "both": 0.0}], [10, {"chat": 1, "pairs": 1, "both": 1, "validated": 0}]],
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"data": data}, sort_keys=False))
-
     sources, not_read = training_texts(str(tmp_path / "c.yaml"))
-
     assert sources == [
         TextSource("gs://b/plain.jsonl", "text"),
         TextSource("gs://b/chat.jsonl", "messages"),

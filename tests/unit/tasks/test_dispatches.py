@@ -152,7 +152,7 @@ def test_plan_says_where_each_cell_goes_or_that_it_is_for_a_later_pass():
         max_egress_usd=Decimal(0),
     )
     estimates = Estimates([], at)
-    assert [estimates.of(open_cell).where for open_cell in work] == ["us-central1", "in a later pass"]
+    assert [estimates.of(open_cell)["where"] for open_cell in work] == ["us-central1", "in a later pass"]
 
 
 def test_policy_that_is_sent_away_cannot_name_a_pool_of_this_machine():

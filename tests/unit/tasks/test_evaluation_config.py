@@ -10,7 +10,6 @@ import yaml
 from pydantic import ValidationError
 
 from pools.config import InferencePoolConfig, ModelConfig
-from resources.config import ResourceConfig
 from resources.errors import BadInput
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.lm_eval.options import LmEvalOptions
@@ -71,18 +70,33 @@ def test_two_benchmarks_with_the_same_metric_key_are_refused() -> None:
     assert len(EvaluationConfig.model_validate({**MINIMAL, "evals": evals}).evals) == 2
 
 
-def test_pool_and_endpoint_together_are_refused() -> None:
-    with pytest.raises(ValidationError, match="found pool_config, base_url: remove others"):
-        EvaluationConfig.model_validate({**MINIMAL, "base_url": "http://x/v1", "pool_config": {"model": {"name": "m"}}})
-    with pytest.raises(ValidationError, match="found pool_name, base_url: remove others"):
-        EvaluationConfig.model_validate({**MINIMAL, "base_url": "http://x/v1", "pool_name": "warm"})
-    assert EvaluationConfig.model_validate({**MINIMAL, "pool_name": "warm"}).pool_config is None
-    assert EvaluationConfig.model_validate({**MINIMAL, "base_url": "http://x/v1"}).pool_config is None
+def pool_with(**model: Any) -> dict[str, Any]:
+    return {"pool_config": {"model": {"name": "m", **model}}}
 
 
-def test_two_paths_for_a_model_are_refused() -> None:
-    with pytest.raises(ValidationError, match="leave the latter out"):
-        EvaluationConfig.model_validate({**MINIMAL, "pool_config": {"model": {"name": "m", "path": "/elsewhere"}}})
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"base_url": "http://x/v1", **pool_with()}, "found pool_config, base_url: remove others"),
+        ({"base_url": "http://x/v1", "pool_name": "warm"}, "found pool_name, base_url: remove others"),
+        (pool_with(path="/elsewhere"), "leave the latter out"),
+        (pool_with(device="tpu"), r"model\.device is 'tpu' but the resources are for 'cpu'"),
+        (pool_with(engine_kwargs={"chat_template": "x"}), "would replace the model's own template"),
+        (pool_with(engine_kwargs={"port": 1}), "port is set by the pool"),
+        (pool_with(generation_params={"temperature": 0.7, "stop_words": ["x"]}), "found stop_words"),
+        ({"pool_config": {"model": {"name": "m"}, "engine_timeout_seconds": 2000}}, "time-outs must grow outwards"),
+        ({"lm_eval": {"max_gen_toks": 9}}, "Extra inputs are not permitted"),
+        ({"evaluator": "helm", "helm": {"priority": 2}}, "Extra inputs are not permitted"),
+    ],
+)
+def test_content_that_contradicts_itself_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        EvaluationConfig.model_validate({**MINIMAL, **change})
+
+
+@pytest.mark.parametrize("served", [{"pool_name": "warm"}, {"base_url": "http://x/v1"}])
+def test_evaluation_that_is_served_elsewhere_gets_no_pool(served: dict[str, str]) -> None:
+    assert EvaluationConfig.model_validate({**MINIMAL, **served}).pool_config is None
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "with space", "a\n", "a\0", "a\x1b", "\n"])
@@ -91,29 +105,6 @@ def test_names_that_would_leave_their_folder_are_refused(name: str) -> None:
         EvaluationConfig.model_validate({**MINIMAL, "model_name": name})
     with pytest.raises(ValidationError, match="expected a name"):
         EvaluationConfig.model_validate({**MINIMAL, "evals": [{"name": name}]})
-
-
-def test_timeouts_must_grow_outwards() -> None:
-    with pytest.raises(ValidationError, match="time-outs must grow outwards"):
-        InferencePoolConfig(model=ModelConfig(name="m"), engine_timeout_seconds=2000)
-
-
-def test_device_that_contradicts_the_resources_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"model\.device is 'tpu' but the resources are for 'cpu'"):
-        InferencePoolConfig(model=ModelConfig(name="m", device="tpu"), resource_config=ResourceConfig.with_cpu())
-
-
-def test_chat_template_and_what_the_pool_sets_are_not_overridden() -> None:
-    with pytest.raises(ValidationError, match="would replace the model's own template"):
-        ModelConfig(name="m", engine_kwargs={"chat_template": "x"})
-    with pytest.raises(ValidationError, match="port is set by the pool"):
-        ModelConfig(name="m", engine_kwargs={"port": 1})
-
-
-def test_unknown_generation_params_are_refused() -> None:
-    assert ModelConfig(name="m", generation_params={"temperature": 0.7, "top_k": 5}).generation_params
-    with pytest.raises(ValidationError, match="found stop_words"):
-        ModelConfig(name="m", generation_params={"stop_words": ["x"]})
 
 
 def test_evaluation_hash_changes_with_what_can_change_a_score_only() -> None:
@@ -236,12 +227,6 @@ def test_evaluator_is_written_as_its_name_or_as_its_options() -> None:
     assert unnamed.options(LmEvalOptions).max_gen_toks == 9
     for config in (default, unnamed, whole):
         assert EvaluationConfig.model_validate_json(config.model_dump_json()) == config
-
-
-@pytest.mark.parametrize("options", [{"lm_eval": {"max_gen_toks": 9}}, {"evaluator": "helm", "helm": {"priority": 2}}])
-def test_options_outside_of_the_evaluator_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
-        EvaluationConfig.model_validate({**MINIMAL, **options})
 
 
 def test_variables_that_reach_the_engine_are_part_of_the_evaluation_hash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from resources.errors import EndpointUnusable
 from tasks.generation.config import PromptsConfig, SamplingConfig
 from tasks.generation.output import AnswerRow
 from tasks.generation.queue import ShardProgress
-from tasks.generation.worker import Asker, Origin, client_of
+from tasks.generation.worker import Asker, SharedColumns, client_of
 
-ORIGIN = Origin("m", "digest", "warm", "hash")
+ORIGIN = SharedColumns("m", "digest", "warm", "hash")
 ROWS = [{"prompt": f"Question {number}?", "name": f"q{number}"} for number in range(5)]
 
 

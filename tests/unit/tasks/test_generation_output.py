@@ -13,7 +13,7 @@ import pytest
 from fakes.conditional_store import conditional_store
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.generation.output import SCHEMA, AnswerRow, Format, Output, decoded
+from tasks.generation.output import SCHEMA, AnswerFolder, AnswerRow, Format, decoded
 
 ROW = AnswerRow(
     prompt_index=0,
@@ -47,7 +47,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path):
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_shard_is_written_once_and_later_writers_find_the_first(place: str, form: Format) -> None:
-    output = Output(place, form)
+    output = AnswerFolder(place, form)
     assert output.written() == [] and not output.is_written(3)
     first = output.write(3, [ROW, FAILED])
     assert (first.rows, first.errors, first.prompt_tokens, first.completion_tokens) == (2, 1, 3, 2)
@@ -62,7 +62,7 @@ def test_shard_is_written_once_and_later_writers_find_the_first(place: str, form
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_numbers_of_a_shard_with_a_killed_writer_are_counted_again(tmp_path: Path, form: Format) -> None:
-    output = Output(str(tmp_path), form)
+    output = AnswerFolder(str(tmp_path), form)
     first = output.write(0, [ROW, FAILED])
     [noted] = (tmp_path / "_summaries").iterdir()
     noted.unlink()
@@ -72,7 +72,7 @@ def test_numbers_of_a_shard_with_a_killed_writer_are_counted_again(tmp_path: Pat
 
 
 def test_output_of_other_parameters_is_refused_with_what_differs(place: str) -> None:
-    output = Output(place, "parquet")
+    output = AnswerFolder(place, "parquet")
     identity = {"parameters": {"sampling": {"seed": 1, "stop": []}}, "prompts": {"digest": "a"}}
     output.begin(identity)
     output.begin(identity)
@@ -81,7 +81,7 @@ def test_output_of_other_parameters_is_refused_with_what_differs(place: str) -> 
 
 
 def test_manifest_adds_up_what_every_shard_holds(place: str) -> None:
-    output = Output(place, "jsonl")
+    output = AnswerFolder(place, "jsonl")
     for number in range(2):
         output.write(number, [ROW, FAILED])
     manifest = output.conclude({"parameters": {"x": 1}}, shards=2)
@@ -92,7 +92,7 @@ def test_manifest_adds_up_what_every_shard_holds(place: str) -> None:
 
 
 def test_folder_is_a_data_set_with_columns_as_in_the_how_to(tmp_path: Path) -> None:
-    output = Output(str(tmp_path / "out"), "parquet")
+    output = AnswerFolder(str(tmp_path / "out"), "parquet")
     output.begin({})
     output.write(0, [ROW])
     output.write(1, [FAILED])

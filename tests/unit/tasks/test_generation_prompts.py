@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +16,7 @@ from fakes.stores import FolderStore, folder_store
 from resources.errors import BadInput
 from tasks.generation.config import GenerationConfig, PromptsConfig
 from tasks.generation.generate import PlannedGeneration, require_same_prompts
-from tasks.generation.prompts import Plan, plan_prompts, rows_of
+from tasks.generation.prompts import PromptPlan, plan_prompts, rows_of
 
 ROWS = [{"prompt": f"Question {number}?", "name": f"q{number}"} for number in range(7)]
 
@@ -64,12 +63,12 @@ WRITERS: tuple[Callable[[Path], Path], ...] = (
 )
 
 
-def planned(*files: Path | str, shard: int = 2, **fields: Any) -> Plan:
+def planned(*files: Path | str, shard: int = 2, **fields: Any) -> PromptPlan:
     config = PromptsConfig.model_validate({"files": [str(file) for file in files], **fields})
     return plan_prompts(config, prompts_per_shard=shard)
 
 
-def read(plan: Plan) -> list[dict[str, Any]]:
+def read(plan: PromptPlan) -> list[dict[str, Any]]:
     return [dict(row) for shard in plan.shards for row in rows_of(shard)]
 
 
@@ -93,19 +92,6 @@ def test_prompts_of_every_kind_of_source_are_read_once_each_and_in_order(
     limited = planned(place, limit=5)
     assert read(limited) == ROWS[:5] and limited.digest != plan.digest
     assert planned(place).digest == plan.digest
-
-
-@pytest.mark.parametrize("write", WRITERS)
-def test_prompts_in_an_object_store_are_read_from_there(tmp_path: Path, write: Callable[[Path], Path]) -> None:
-    memory = fsspec.filesystem("memory")
-    place = write(tmp_path)
-    memory.put(str(tmp_path), "/prompts", recursive=True)
-    try:
-        below = place.relative_to(tmp_path).as_posix()
-        plan = planned(f"memory://prompts/{below}".rstrip("/."))
-        assert read(plan) == ROWS and plan.digest == planned(place).digest
-    finally:
-        memory.rm("/prompts", recursive=True)
 
 
 def test_a_shard_of_lines_reads_its_own_bytes_only(tmp_path: Path, store: type[FolderStore]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tasks.generation.queue import Shard, ShardProgress, ShardQueue, Source
+from tasks.generation.queue import PromptSource, Shard, ShardProgress, ShardQueue
 
-SHARDS = [Shard(number, Source("a.jsonl", "jsonl"), number * 2, 2, number * 2) for number in range(3)]
+SHARDS = [Shard(number, PromptSource("a.jsonl", "jsonl"), number * 2, 2, number * 2) for number in range(3)]
 
 
 def test_restarted_worker_gives_back_its_shards_and_late_words_are_ignored() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tasks.generation.config import GenerationConfig
-from tasks.generation.output import SHOWN_PROMPTS, AnswerRow, Format, Output, WrittenBy, write_samples_page
+from tasks.generation.output import SHOWN_PROMPTS, AnswerFolder, AnswerRow, Format, WrittenBy, write_samples_page
 from tasks.generation.prompts import plan_prompts
 
 HOSTILE = (
@@ -92,7 +92,7 @@ def page_of(
     plan = plan_prompts(config.prompts, prompts_per_shard=config.prompts_per_shard)
     written = []
     for name, rows in answers.items():
-        output = Output(str(folder / "generated" / name), form)
+        output = AnswerFolder(str(folder / "generated" / name), form)
         for shard in plan.shards:
             inside = range(shard.first_prompt, shard.first_prompt + shard.prompts)
             output.write(shard.number, [row for row in rows if row.prompt_index in inside])

@@ -133,17 +133,6 @@ def test_work_is_what_is_wanted_less_what_is_recorded_in_order_of_priority_and_s
     assert reconciliation.done_count == 1
 
 
-def test_suite_added_later_is_wanted_of_earlier_checkpoints():
-    records = RunRecords(done(1, "old") | done(2, "old"), (), {})
-    assert states(decide([checkpoint(1), checkpoint(2)], [wanted_evaluation("old")], records)) == {}
-    assert states(
-        decide([checkpoint(1), checkpoint(2)], [wanted_evaluation("old"), wanted_evaluation("new")], records)
-    ) == {
-        (1, "new"): "work",
-        (2, "new"): "work",
-    }
-
-
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
@@ -257,12 +246,6 @@ def test_claim_keeps_a_cell_while_its_holder_lives_and_counts_as_a_failure_when_
     assert states(decide([checkpoint(1)], [wanted_evaluation("a")], claims=[standing])) == {(1, "a"): state}
 
 
-def test_retry_is_made_although_the_failure_has_a_later_time():
-    overrides = Overrides({}, {"p": Override(kind="retry", policy="p", cells=None, at=NOW - 1, user="u")})
-    records = RunRecords({}, [outcome(1, "a", "failed", created=NOW + 300_000)], {})
-    assert states(decide([checkpoint(1)], [wanted_evaluation("a")], records, overrides=overrides)) == {(1, "a"): "work"}
-
-
 @pytest.mark.parametrize(
     ("kind", "cells", "of", "state"),
     [
@@ -272,10 +255,13 @@ def test_retry_is_made_although_the_failure_has_a_later_time():
         ("retry", (("run-1", "hash-a"),), "p", "work"),
     ],
 )
-def test_mark_of_a_person_stops_a_cell_or_clears_its_way(kind: Any, cells: Any, of: str, state: State):
+@pytest.mark.parametrize("failed_at", [NOW - 1000, NOW + 300_000])  # or by a clock that was ahead
+def test_mark_of_a_person_stops_a_cell_or_clears_its_way(
+    kind: Any, cells: Any, of: str, state: State, failed_at: float
+):
     override = Override(kind=kind, policy=of, cells=cells, at=NOW - 1, user="u")
     overrides = Overrides(dict.fromkeys(cells or (), override), {} if cells else {of: override})
-    records = RunRecords({}, [outcome(1, "a", "failed")], {})
+    records = RunRecords({}, [outcome(1, "a", "failed", created=failed_at)], {})
     assert states(decide([checkpoint(1)], [wanted_evaluation("a")], records, overrides=overrides)) == {(1, "a"): state}
 
 
@@ -429,14 +415,6 @@ def test_mark_that_cannot_be_read_or_has_an_impossible_time_says_nothing(watched
     assert asked("status", watched, "--gaps")["missing"] == {"work": 2, "waiting": 1}
 
 
-def test_cancelled_policy_rests_until_retry_and_keeps_finished_cells(watched: Path):
-    publish(watched, 100)
-    asked("cancel", watched)
-    assert asked("status", watched, "--gaps")["missing"] == {"stopped": 1, "waiting": 1}
-    asked("retry", watched)
-    assert asked("status", watched, "--gaps")["missing"] == {"work": 1, "waiting": 1}
-
-
 def subject_of(cell: OpenCell) -> Subject:
     checkpoint, evaluation = cell.checkpoint, cell.evaluation
     return Subject(key=f"step-{checkpoint.step}.c", checkpoint=checkpoint.name, evaluation_hash=evaluation.hash)
@@ -578,10 +556,10 @@ def test_estimate_is_what_the_same_evaluation_took_at_the_price_of_its_machine(w
     [hash_] = [evaluation.hash for evaluation in listing.evaluations]
     measured = replace(listing, records=RunRecords({}, (), {hash_: Typical(120.0, 8 * 90.0, 90.0)}))
     [cell, _] = reconcile([measured], policy(), now=NOW).work
-    assert Estimates([measured]).of(cell).money is None, "this machine is in no region that has prices"
+    assert Estimates([measured]).of(cell)["money"] is None, "this machine is in no region that has prices"
     with variable_set("ASSAY_REGION", "us-central1"):
         estimate = Estimates([measured]).of(cell)
-    assert (estimate.seconds, estimate.chip_hours, estimate.how) == (120.0, 0.2, "measured")
-    assert estimate.where == "v5litepod-8 here"
-    assert estimate.money == pytest.approx(8 * 0.48 * 90 / 3600)
-    assert Estimates([listing]).of(cell).seconds is None
+    known = {"seconds": 120.0, "chip_hours": 0.2, "how": "measured", "where": "v5litepod-8 here"}
+    assert estimate.items() >= known.items()
+    assert estimate["money"] == pytest.approx(8 * 0.48 * 90 / 3600)
+    assert Estimates([listing]).of(cell)["seconds"] is None

@@ -85,19 +85,13 @@ def test_last_look_takes_what_is_there_at_once_and_says_what_is_incomplete(run: 
 
 def test_every_n_steps_leaves_out_others_but_the_last(run: Path) -> None:
     exports = ArrivingCheckpoints(str(run / "hf"), every_n_steps=4)
-    write_run(run, [2, 4, 6])
-    assert steps([*exports.find_new(), *exports.find_new()]) == [4]
-    write_checkpoint(run / "hf" / "step-7", seed=7)
-    assert steps(exports.find_new(last=True)) == [7]
-    assert exports.find_new(last=True) == []
-
-
-def test_every_n_steps_takes_the_first_past_each_multiple(run: Path) -> None:
-    exports = ArrivingCheckpoints(str(run / "hf"), every_n_steps=4)
     write_run(run, [3, 5, 7, 9, 10])
-    assert steps([*exports.find_new(), *exports.find_new()]) == [5, 9]
+    assert steps([*exports.find_new(), *exports.find_new()]) == [5, 9], "the first past each multiple"
     write_run(run, [11, 13])
     assert steps([*exports.find_new(), *exports.find_new()]) == [13]
+    write_checkpoint(run / "hf" / "step-14", seed=7)
+    assert steps(exports.find_new(last=True)) == [14]
+    assert exports.find_new(last=True) == []
 
 
 def cell_of(checkpoint: Checkpoint, done: Callable[[int], bool]) -> Cell:
