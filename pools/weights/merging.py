@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from pools.weights.model_files import (
 from resources.errors import CheckpointError, StorageError
 from resources.storage import storage
 from resources.storage.bounded_folder import Hold
-from resources.storage.file_copy import CopyStopped
+from resources.storage.file_copy import CopyStopped, on_threads
 from resources.storage.regular_files import open_within
 from resources.storage.storage import FileInfo
 
@@ -217,11 +218,11 @@ def _write_average(
     on_bytes: Callable[[int], None],
     require_unchanged: Callable[[], None],
 ) -> None:
-    partial = target.with_name(f"{target.name}.partial")
+    unfinished = target.with_name(f"{target.name}.partial")
     written = read_safetensors_header(last)
     header_bytes = min((tensor.span[0] for tensor in written.values()), default=last.size)
     with storage.reported(str(target), "write"), ExitStack() as open_files:
-        output = open_files.enter_context(partial.open("w+b"))
+        output = open_files.enter_context(unfinished.open("w+b"))
         output.write(storage.read_bytes(last.place, start=0, end=header_bytes))
         output.flush()
         on_bytes(header_bytes)
@@ -255,10 +256,15 @@ def _write_average(
                 os.fsync(output.fileno())
             on_bytes(block.size)
 
-        _on_threads(blocks(), average, lambda: Averager(len(tensors), weights))
+        on_threads(
+            blocks(),
+            lambda: partial(average, Averager(len(tensors), weights)),
+            count=thread_count(),
+            ending=threading.Event(),
+        )
         require_unchanged()
         os.fsync(output.fileno())
-        partial.rename(target)
+        unfinished.rename(target)
 
 
 def _averaged(averager: Averager, block: _Block) -> memoryview | bytes:
@@ -286,38 +292,3 @@ def _averaged(averager: Averager, block: _Block) -> memoryview | bytes:
 def thread_count() -> int:
     """Returns the number of averaging threads: more than cores, since each waits for the disk at times."""
     return min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
-
-
-def _on_threads(
-    blocks: Iterator[_Block], work: Callable[[Averager, _Block], None], begin: Callable[[], Averager]
-) -> None:
-    errors: list[Exception] = []
-    turn = threading.Lock()
-
-    def run() -> None:
-        try:
-            averager = begin()
-            while not errors:
-                with turn:
-                    block = next(blocks, None)
-                if block is None:
-                    return
-                work(averager, block)
-        except Exception as error:  # noqa: BLE001 - the boundary of this thread: raised below, in the caller's
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(thread_count())]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    except BaseException:
-        errors.append(CopyStopped())
-        raise
-    finally:
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if errors:
-        raise errors[0]

@@ -5,18 +5,15 @@ A folder's name hashes all that determines its content. A folder without a manif
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -26,6 +23,7 @@ import uv
 
 from resources.errors import EnvironmentBuildFailed, not_there
 from resources.settings import pip_find_links, process_environment, settings
+from resources.storage.files import locked
 from resources.storage.regular_files import is_own
 
 _REQUIREMENTS = Path(__file__).parent / "requirements"
@@ -130,8 +128,7 @@ def ensure_environment(
     identity, directory = environment.identity, environment.directory
     if _is_complete(environment):
         return environment
-    parent.mkdir(parents=True, exist_ok=True)
-    with _locked(parent / f"{identity}.lock", waiting=lambda: tell(f"{spec.name}: another process is building it")):
+    with locked(parent / f"{identity}.lock", waiting=lambda: tell(f"{spec.name}: another process is building it")):
         if _is_complete(environment):
             return environment
         links = tuple(pip_find_links() if find_links is None else find_links)
@@ -357,18 +354,3 @@ def _python_version(interpreter: str) -> str:
 def _holds_cpu_torch(find_links: Sequence[str]) -> bool:
     pattern = f"torch-*+cpu-*{platform.machine()}.whl"
     return any(any(Path(folder.removeprefix("file://")).glob(pattern)) for folder in find_links)
-
-
-@contextmanager
-def _locked(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    os.set_inheritable(descriptor, True)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -11,10 +11,9 @@ import importlib.util
 import json
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 from resources.errors import AssayError, StorageError
 from resources.storage import storage
@@ -23,6 +22,8 @@ from resources.storage.storage import FileInfo
 RANGE_BYTES = 32 * 2**20
 """Bytes per read: enough to hide a request's latency, few enough to lose, and to hold in memory for each file."""
 _BLOCK_BYTES = 4 * 2**20
+
+Item = TypeVar("Item")
 
 
 class CopyStopped(Exception):
@@ -48,33 +49,50 @@ def copy_files(
 
     After the first error all other copies stop; returns after all writing has ended.
     """
-    waiting = deque(sorted(sources, key=lambda source: source.size, reverse=True))
     digests: dict[str, str] = {}
-    errors: list[Exception] = []
     ending = threading.Event()
 
-    def copy_next() -> None:
-        while not ending.is_set():
-            try:
-                source = waiting.popleft()
-            except IndexError:
-                return
-            name = storage.basename(source.uri)
-            try:
-                digests[name] = copy_file(
-                    source,
-                    folder / name,
-                    sidecar=sidecars / name,
-                    range_bytes=range_bytes,
-                    stopped=lambda: ending.is_set() or stopped(),
-                    on_bytes=on_bytes,
-                )
-            except Exception as error:  # noqa: BLE001 - the boundary of this thread: raised below, in the caller's
-                errors.append(error)
-                ending.set()
+    def copy(source: FileInfo) -> None:
+        name = storage.basename(source.uri)
+        digests[name] = copy_file(
+            source,
+            folder / name,
+            sidecar=sidecars / name,
+            range_bytes=range_bytes,
+            stopped=lambda: ending.is_set() or stopped(),
+            on_bytes=on_bytes,
+        )
 
-    # Not an executor: its threads would keep the interpreter from exiting until the last byte arrived.
-    threads = [threading.Thread(target=copy_next, daemon=True) for _ in range(min(parallel, len(sources)))]
+    largest_first = sorted(sources, key=lambda source: source.size, reverse=True)
+    on_threads(largest_first, lambda: copy, count=min(parallel, len(sources)), ending=ending)
+    return digests
+
+
+def on_threads(
+    items: Iterable[Item], begin: Callable[[], Callable[[Item], None]], *, count: int, ending: threading.Event
+) -> None:
+    """Works through items on `count` threads, each by a function from `begin`; raises the first error.
+
+    Sets `ending` at an error or Ctrl-C, and returns after all work has ended. Not an executor: its threads would keep
+    the interpreter from exiting until the last item is done.
+    """
+    waiting, turn = iter(items), threading.Lock()
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work = begin()
+            while not ending.is_set():
+                with turn:
+                    item = next(waiting, None)
+                if item is None:
+                    return
+                work(item)
+        except Exception as error:  # noqa: BLE001 - the boundary of this thread: raised below, in the caller's
+            errors.append(error)
+            ending.set()
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(count)]
     try:
         for thread in threads:
             thread.start()
@@ -87,7 +105,6 @@ def copy_files(
                 thread.join()
     if errors:
         raise errors[0]
-    return digests
 
 
 def copy_file(

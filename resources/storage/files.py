@@ -1,4 +1,4 @@
-"""Files that are replaced atomically, so that readers never see partial content; the ends of growing files."""
+"""Files that are replaced atomically, so that readers never see partial content; locks; ends of logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -74,3 +74,23 @@ def _sweep(folder: Path) -> None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(file.fileno()).st_mtime < now - _ABANDONED_SECONDS:  # a younger file may not be locked yet
                     path.unlink()
+
+
+@contextmanager
+def locked(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
+    """Allows a single process at a time into the block; calls `waiting` if it must wait for another process.
+
+    Subprocesses that inherit all files keep the lock until they end.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    os.set_inheritable(descriptor, True)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -61,7 +61,7 @@ class Tree:
                 if path.is_symlink():
                     links[relative] = path.readlink().as_posix()
                 elif path.is_file():
-                    files[relative] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+                    files[relative] = {"bytes": path.stat().st_size, "sha256": storage.content_digest(str(path))}
         return files, links
 
 
@@ -124,7 +124,7 @@ def fill(tree: Tree, uri: str, *, is_included: Callable[[str], bool]) -> int:
             stopped=lambda: False,
             on_bytes=lambda number: None,
         )
-        if _sha256(target) != missing[relative]["sha256"]:
+        if storage.content_digest(str(target)) != missing[relative]["sha256"]:
             target.unlink()
             raise _damaged(uri, relative, "another content")
 
@@ -156,8 +156,3 @@ def _damaged(uri: str, relative: str, content: str) -> StorageError:
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,11 +6,10 @@ the cache folder. A shared copy in a store saves other machines of the region fr
 
 from __future__ import annotations
 
-import fcntl
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from resources.jobs import inheritance
 from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from resources.storage import storage
+from resources.storage.files import locked
 from tasks.errors import StagingIncomplete
 from tasks.evaluators.harness import cache_variables
 from tasks.evaluators.helm.environment import HELM
@@ -236,17 +236,11 @@ def _run(
     return json.loads(problems.read_text())
 
 
-@contextmanager
-def _alone(on_event: Callable[[str], None]) -> Iterator[None]:
-    path = settings().cache_dir / "staging.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_event("another process is staging; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _alone(on_event: Callable[[str], None]) -> AbstractContextManager[None]:
+    def waiting() -> None:
+        on_event("another process is staging; waiting for it")
+
+    return locked(settings().cache_dir / "staging.lock", waiting=waiting)
 
 
 def _write(manifest: Path, staged: dict[str, Any]) -> None:

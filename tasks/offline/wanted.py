@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
@@ -61,22 +61,18 @@ def missing_of(required: Wanted, staged: dict[str, Any], *, refresh: bool) -> Wa
     """Returns the wanted data that is not staged, including tokenizers of another revision."""
     if refresh:
         return required
-    tokenizers = staged.get("tokenizers", {})
 
-    def is_there(asked: str) -> bool:
-        name, _, revision = asked.partition("@")
-        return name in tokenizers and revision in ("", tokenizers[name]["asked"], tokenizers[name]["revision"])
+    def is_lacking(part: str, name: str) -> bool:
+        name, _, revision = name.partition("@") if part == "tokenizers" else (name, "", "")
+        entry = staged.get(part, {}).get(name)
+        return entry is None or revision not in ("", entry.get("asked"), entry.get("revision"))
 
-    def lacking(part: str, names: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: revision for name, revision in names.items() if name not in staged.get(part, {})}
+    def lacking(part: str) -> Any:
+        content = getattr(required, part)
+        names = [name for name in content if is_lacking(part, name)]
+        return {name: content[name] for name in names} if isinstance(content, Mapping) else tuple(names)
 
-    return Wanted(
-        benchmarks=tuple(name for name in required.benchmarks if name not in staged.get("benchmarks", {})),
-        tokenizers=tuple(asked for asked in required.tokenizers if not is_there(asked)),
-        texts=tuple(name for name in required.texts if name not in staged.get("texts", {})),
-        files_of_datasets=lacking("files_of_datasets", required.files_of_datasets),
-        helm=lacking("helm", required.helm),
-    )
+    return Wanted(**{part.name: lacking(part.name) for part in fields(Wanted)})
 
 
 def chosen_of(part: str, copy: dict[str, Any], required: Wanted) -> dict[str, Any]:
