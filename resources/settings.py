@@ -5,9 +5,10 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -16,8 +17,13 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from resources.key_variables import is_named
+_KEY_NAME = re.compile(r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|_(KEY|AUTH)$", re.I)
+_USER_IN_URL = re.compile(r"://[^/\s@]+@")
 
+STORES = ("AWS_*", "S3_*", "GOOGLE_*", "GCS*", "GCE_*", "CLOUDSDK_*", "AZURE_*", "FSSPEC_*")
+SERVICES = ("RAY_*", "IRIS_*", "KUBERNETES_*", "UV_*", "PIP_*", "MLFLOW_TRACKING_*")
+# Patterns of stores, clusters, package indices and trackers; their keys belong to the jobs that use them.
+_WITH_KEYS = (*STORES, *SERVICES, "MLFLOW_*", "WANDB_*")
 _HTTP_PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 _NO_PROXY = ("NO_PROXY", "no_proxy")
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
@@ -154,17 +160,10 @@ def settings() -> Settings:
     return Settings()
 
 
-@contextmanager
-def with_pinned_lists(lists: Mapping[str, Path]) -> Iterator[None]:
+def with_pinned_lists(lists: Mapping[str, Path]) -> AbstractContextManager[None]:
     """Overrides pinned lists of environments within the block, in this process and in jobs that it starts."""
-    variable, before = "ASSAY_PINNED_LISTS", settings().pinned_lists
-    try:
-        os.environ[variable] = json.dumps({name: str(path) for name, path in {**before, **lists}.items()})
-        settings.cache_clear()
-        yield
-    finally:
-        os.environ[variable] = json.dumps({name: str(path) for name, path in before.items()})
-        settings.cache_clear()
+    content = {name: str(path) for name, path in {**settings().pinned_lists, **lists}.items()}
+    return variable_set("ASSAY_PINNED_LISTS", json.dumps(content))
 
 
 def deployment_data(*names: str) -> Path:
@@ -209,6 +208,19 @@ def may_inherit(name: str, value: str, inherited: Iterable[str]) -> bool:
     ours = (f"ASSAY_{field}".upper() for field in Settings.model_fields if not field.endswith("_key"))
     named = (part.strip() for part in settings().inherit.split(","))
     return is_named(name, value, (*inherited, *named, *ours, "MARIN_PREFIX"))
+
+
+def is_named(name: str, value: str, patterns: Iterable[str]) -> bool:
+    """Returns True if a variable matches a list of names and patterns.
+
+    A variable that holds a key, by its name or as a URL with a user, must be listed with its full name, unless the
+    pattern is of `STORES`, `SERVICES` or trackers.
+    """
+    holds_key = _KEY_NAME.search(name) is not None or _USER_IN_URL.search(value) is not None
+    return any(
+        name == pattern or (fnmatchcase(name, pattern) and (not holds_key or pattern in _WITH_KEYS))
+        for pattern in patterns
+    )
 
 
 def set_process_environment_defaults(defaults: dict[str, str]) -> None:
@@ -280,15 +292,8 @@ def variables_like(pattern: str, *, but: Iterable[str] = ()) -> dict[str, str]:
     }
 
 
-def forwarded_secrets() -> dict[str, str]:
-    """Returns the credentials that jobs need on every backend, as far as they are set locally."""
-    names = ("HF_TOKEN", "WANDB_API_KEY")
-    return {name: value for name in names if (value := os.environ.get(name))}
-
-
-def training_variables() -> dict[str, str]:
-    """Returns the run id and W&B variables for a training that this process submits, as far as they are set locally."""
-    names = ("RUN_ID", "WANDB_API_KEY", "WANDB_MODE")
+def variables_named(*names: str) -> dict[str, str]:
+    """Returns the variables of this process with these names, as far as they are set."""
     return {name: value for name in names if (value := os.environ.get(name))}
 
 

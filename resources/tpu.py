@@ -47,27 +47,18 @@ def _by_cores(family: str, cores: int) -> TpuTopology:
     return TpuTopology(f"{family}-{cores}", chips, chips // 4, chips // 4, 4)
 
 
+def _by_chips(family: str, chips: int, *, per_host: int) -> TpuTopology:
+    if chips <= 8:
+        return TpuTopology(f"{family}-{chips}", chips, 1, 1, chips)
+    # A v5e host carries eight chips, but is split into two VMs of four.
+    return TpuTopology(f"{family}-{chips}", chips, chips // per_host, chips // 4, 4)
+
+
 _TABLE = (
     *(_by_cores("v4", cores) for cores in _V4_SIZES),
     *(_by_cores("v5p", cores) for cores in _V5P_SIZES),
-    TpuTopology("v5litepod-1", 1, 1, 1, 1),
-    TpuTopology("v5litepod-2", 2, 1, 1, 2),
-    TpuTopology("v5litepod-4", 4, 1, 1, 4),
-    TpuTopology("v5litepod-8", 8, 1, 1, 8),
-    # From 16 chips on, a v5e host carries eight chips but is split into two VMs of four.
-    TpuTopology("v5litepod-16", 16, 2, 4, 4),
-    TpuTopology("v5litepod-32", 32, 4, 8, 4),
-    TpuTopology("v5litepod-64", 64, 8, 16, 4),
-    TpuTopology("v5litepod-128", 128, 16, 32, 4),
-    TpuTopology("v5litepod-256", 256, 32, 64, 4),
-    TpuTopology("v6e-1", 1, 1, 1, 1),
-    TpuTopology("v6e-4", 4, 1, 1, 4),
-    TpuTopology("v6e-8", 8, 1, 1, 8),
-    TpuTopology("v6e-16", 16, 4, 4, 4),
-    TpuTopology("v6e-32", 32, 8, 8, 4),
-    TpuTopology("v6e-64", 64, 16, 16, 4),
-    TpuTopology("v6e-128", 128, 32, 32, 4),
-    TpuTopology("v6e-256", 256, 64, 64, 4),
+    *(_by_chips("v5litepod", chips, per_host=8) for chips in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+    *(_by_chips("v6e", chips, per_host=4) for chips in (1, 4, 8, 16, 32, 64, 128, 256)),
 )
 
 CORES_PER_CHIP = {"v4": 60, "v5litepod": 24, "v5p": 52, "v6e": 22}
@@ -93,11 +84,7 @@ def largest_single_vm_slice(variant: str) -> str:
 
 
 def tpu_topology(name: str) -> TpuTopology:
-    """Returns the topology of a slice.
-
-    Raises:
-        BadInput: no slice has that name; the message offers the nearest names.
-    """
+    """Returns the topology of a slice."""
     variant = canonical_variant(name)
     if variant in TPU_TOPOLOGIES:
         return TPU_TOPOLOGIES[variant]

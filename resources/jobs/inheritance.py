@@ -1,11 +1,11 @@
 """Environment variables that each kind of Assay's own jobs inherits; jobs with a user's own code inherit everything.
 
-In a name, `*` matches no key, see `resources/key_variables.py`; `ASSAY_INHERIT` adds names for every kind.
+In a name, `*` matches no key, see `is_named`; `ASSAY_INHERIT` adds names for every kind.
 """
 
 from __future__ import annotations
 
-from resources.key_variables import SERVICES, STORES
+from resources.settings import SERVICES, STORES
 
 _PROCESS = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "COLUMNS", "TZ", "LANG", "LANGUAGE", "LC_*", "TMPDIR"),

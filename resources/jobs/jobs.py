@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, JobTimeout
 from resources.jobs.logs import LogPart
-from resources.settings import forwarded_secrets, may_inherit
+from resources.settings import may_inherit, variables_named
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FIRST_POLL_SECONDS = 0.05
@@ -135,7 +135,7 @@ def create_environment(
         workspace = Path.cwd()
     credentials = {
         name: value
-        for name, value in forwarded_secrets().items()
+        for name, value in variables_named("HF_TOKEN", "WANDB_API_KEY").items()
         if inherited is None or may_inherit(name, value, inherited)
     }
     variables = {"TOKENIZERS_PARALLELISM": "false", **credentials, **(env_vars or {})}

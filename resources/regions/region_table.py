@@ -200,11 +200,7 @@ class Regions(Config):
         return next((region for region in self.regions if name in (region.name, *region.aliases)), None)
 
     def named(self, name: str) -> Region:
-        """Returns the region with a name or alias.
-
-        Raises:
-            BadInput: no region has the name; the message offers the nearest names.
-        """
+        """Returns the region with a name or alias."""
         if (region := self.find(name)) is not None:
             return region
         expected = "a region that deployments/regions.yaml describes, or the file in ASSAY_REGIONS"

@@ -211,9 +211,6 @@ def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
     A job of a work pool cannot hold a slice of several VMs: if the region has a cluster, the flow run gets a machine
     without accelerators, and submits its replicas to the cluster. Of several TPU types, the first that the region
     offers is taken. Several replicas of a single machine share it.
-
-    Raises:
-        UnsatisfiableResources: jobs of that type cannot provide it; the message has the nearest possible request.
     """
     resources = region.offered(resources) or resources.choices[0]
     if _needs_a_cluster(resources):

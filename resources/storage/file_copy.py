@@ -32,7 +32,7 @@ class CopyStopped(Exception):
 
 class _Hasher(Protocol):
     def update(self, data: bytes, /) -> None: ...
-    def hexdigest(self) -> str: ...
+    def digest(self) -> bytes: ...
 
 
 def copy_files(
@@ -148,7 +148,7 @@ def copy_file(
                 arrived += len(block)
                 on_bytes(len(block))
             os.fsync(file.fileno())
-        digest = hasher.hexdigest()
+        digest = hasher.digest().hex()
         if not _as_the_store_says(source, digest):
             partial.unlink()
             sidecar.unlink()
@@ -213,23 +213,12 @@ def _hasher(source: FileInfo) -> _Hasher:
     if kind in ("md5", "etag"):
         return hashlib.md5(usedforsecurity=False)
     if kind == "crc32c" and importlib.util.find_spec("google_crc32c"):  # a dependency of gcsfs, not of Assay
-        return _Crc32c()
+        from google_crc32c import Checksum
+
+        return Checksum()
     digest = hashlib.blake2b(digest_size=16)
     digest.update(source.size.to_bytes(8, "little"))
     return digest
-
-
-class _Crc32c:
-    def __init__(self) -> None:
-        import google_crc32c
-
-        self._extend, self._value = google_crc32c.extend, 0
-
-    def update(self, data: bytes, /) -> None:
-        self._value = self._extend(self._value, data)
-
-    def hexdigest(self) -> str:
-        return f"{self._value:08x}"
 
 
 def _as_the_store_says(source: FileInfo, digest: str) -> bool:

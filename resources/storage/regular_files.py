@@ -137,9 +137,6 @@ def copy_regular_files(
     several names, FIFOs, sockets, devices, unreadable entries, names that are not printable UTF-8, start with a dot, or
     are HEAD (settings of a repository contain commands that git runs), the `reserved` names, in any case, directly in
     the folder, and everything beyond 10,000 files, 100,000 entries, 12 levels, or `max_bytes` in total.
-
-    Raises:
-        OSError: the source cannot be listed, or the target cannot be written.
     """
     copied, entries = Copied(), 0
     waiting = [PurePosixPath()]

@@ -177,11 +177,7 @@ def _read_local(uri: str, start: int | None, end: int | None, within: str | None
 
 
 def write_bytes(uri: str, content: bytes, *, mode: int = 0o644) -> None:
-    """Writes a file, with this mode on a disk; readers see the old or the new content, never a part.
-
-    Raises:
-        StorageError: the location is not writable, or full.
-    """
+    """Writes a file, with this mode on a disk; readers see the old or the new content, never a part."""
     filesystem, path = _open(uri)
     with reported(uri, "write"):
         if isinstance(filesystem, LocalFileSystem):
@@ -214,11 +210,7 @@ def create_bytes(uri: str, content: bytes, *, mode: int = 0o644) -> bool:
 
 
 def delete(uri: str) -> None:
-    """Deletes a file; a missing file is no error.
-
-    Raises:
-        StorageError: the location is not writable.
-    """
+    """Deletes a file; a missing file is no error."""
     filesystem, path = _open(uri)
     with reported(uri, "delete"), suppress(FileNotFoundError):
         filesystem.rm_file(path)
@@ -274,11 +266,7 @@ def list_files(uri: str, *, within: str | None = None) -> list[FileInfo]:
 
 
 def matching_files(pattern: str) -> list[str]:
-    """Returns every file that matches a location with wildcards, and all files below a folder; includes broken links.
-
-    Raises:
-        StorageError: the location cannot be listed.
-    """
+    """Returns the files that match a location with wildcards, and those below a matching folder; also broken links."""
     filesystem, path = _fresh(pattern)
     with reported(pattern, "list"):
         names = [str(name) for name in filesystem.glob(path)]

@@ -27,11 +27,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: bytes | str, loader: type[yaml.SafeLoader] = BoundedLoader) -> Any:
-    """Returns the content of a YAML document.
-
-    Raises:
-        yaml.YAMLError: the text is no YAML, or has an invalid value.
-    """
+    """Returns the content of a YAML document."""
     with _as_yaml_errors():
         return yaml.load(text, loader)
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resources.jobs import inheritance
-from resources.key_variables import is_named
-from resources.settings import process_environment, settings
+from resources.settings import is_named, process_environment, settings
 from resources.storage.files import replace_text
 from resources.storage.regular_files import copy_regular_files, open_regular
 from tasks.evaluators.reading import PLAN_NAME

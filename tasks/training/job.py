@@ -21,7 +21,7 @@ from resources.config import CpuConfig, Device, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, StorageError
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest, JobStatus, create_environment
 from resources.regions.region_check import check_gcs_paths_same_region
-from resources.settings import training_variables
+from resources.settings import variables_named
 from resources.storage import storage
 from resources.storage.yaml_text import load_yaml
 from tasks.prefect_server.client import accelerators_reserved_until
@@ -36,6 +36,7 @@ CONFIG_NAME = "train_config.json"
 SILENCE_SECONDS = 600.0
 """Time without an answer after which a training on a backend counts as lost; a controller may be restarting."""
 _JOB_NAME = "train_lm"
+_OF_A_TRAINING = ("RUN_ID", "WANDB_API_KEY", "WANDB_MODE")
 _LOOK_AGAIN_SECONDS = 5.0
 
 
@@ -112,7 +113,7 @@ def _wait_for_answer(job: JobHandle, silence_seconds: float, sleep: Callable[[fl
 
 def plan_training(config: TrainLmOnPodConfig) -> Training:
     """Returns a training with its run id and paths filled in."""
-    planned = training_of(config, process=training_variables())
+    planned = training_of(config, process=variables_named(*_OF_A_TRAINING))
     check_gcs_paths_same_region(
         {"train_config": planned.train_config, "output_path": config.output_path, "compiled": planned.compiled},
         local_ok=not isinstance(config.resources.device, TpuConfig),
@@ -129,7 +130,7 @@ def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
         planned,
         config.env_vars,
         device=resources.device,
-        process=training_variables(),
+        process=variables_named(*_OF_A_TRAINING),
         workspace=workspace,
         git_commit=git_state()[0],
     )

@@ -129,11 +129,7 @@ def prove(job: dict[str, Any]) -> None:
 
 
 def tried(key: str, run_entries: dict[str, Any], job: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Tries each run of some benchmarks with a single instance; returns the runs and their scenarios.
-
-    Raises:
-        CannotBeHadError: data are missing, or there is no such run.
-    """
+    """Tries each run of some benchmarks with a single instance; returns the runs and their scenarios."""
     output = Path("trials", key).absolute()
     output.mkdir(parents=True, exist_ok=True)
     given = {**PLACEHOLDER_JOB, **run_entries, "output": str(output)}

@@ -36,6 +36,7 @@ HOSTILE = {
     "link-to-device": _link("/dev/zero"),
     "link-to-etc": _link("/etc/hostname"),
     "link-to-itself": _link("bad"),
+    "link-to-a-pipe": _link("../pipe"),
     "link-to-memory": _link("/proc/self/environ"),
 }
 
@@ -43,6 +44,7 @@ HOSTILE = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "secret").write_text(SECRET)
+    os.mkfifo(tmp_path / "pipe")
     folder = tmp_path / "folder"
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "good").write_text("good")
@@ -101,7 +103,7 @@ def test_file_that_the_user_named_may_be_a_link_and_no_pipe(folder: Path) -> Non
     (folder / "link").symlink_to("../secret")
     assert storage.read_bytes(str(folder / "link"), within="/").decode() == SECRET
     os.mkfifo(folder / "pipe")
-    assert storage.content_digest(str(folder / "pipe")) is None
+    assert storage.content_digest(str(folder / "pipe")) is storage.content_digest("/dev/zero") is None
     with pytest.raises(IrregularFile, match="a FIFO"):
         storage.read_bytes(str(folder / "pipe"), within="/")
 

@@ -6,7 +6,7 @@ import pytest
 
 from pools.config import ModelConfig
 from resources.jobs import inheritance
-from resources.key_variables import is_named
+from resources.settings import is_named
 
 LISTS = {
     "isolated": inheritance.ISOLATED,
