@@ -8,9 +8,7 @@ from pathlib import Path
 from flows.hooks import pipeline
 from resources.settings import settings, with_pinned_lists
 from resources.tracing import tracing
-from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.discovery import discover_checkpoint, layouts_for, with_pinned_model
-from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.flow_runs import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
@@ -18,8 +16,8 @@ from tasks.running.announce import announce, check_sinks, raise_alerts
 from tasks.running.cells import Cell, as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells, put_away
 from tasks.running.conclude import conclude_by
-from tasks.running.early import decided_early
-from tasks.running.expected import check_budget, tell, with_expectations
+from tasks.running.expected import check_budget, tell
+from tasks.running.planning import Plan, plan_checkpoints
 from tasks.running.provisioning import provisioned
 from tasks.running.scheduler import schedule_cells, stage_tokenizers
 from tasks.spec.evaluation import EvaluationConfig
@@ -37,33 +35,22 @@ def evaluate_checkpoint(config: EvaluationConfig, gate: Gate | None = None) -> l
     config = with_pinned_model(config)
     latest = config.discover_latest_checkpoint
     checkpoint = discover_checkpoint(config.model_path, latest=latest, **layouts_for([config]))
-    return evaluate([config], [checkpoint], gate=gate)
+    return evaluate([config], plan_checkpoints([config], [checkpoint], gate=gate), gate=gate)
 
 
-def evaluate(
-    configs: Sequence[EvaluationConfig],
-    checkpoints: Sequence[Checkpoint],
-    *,
-    gate: Gate | None = None,
-    along: Sequence[Cell] = (),
-) -> list[Record]:
-    """Runs evaluations of checkpoints, and the cells `along`, on a shared pool, except cells with a succeeded record.
+def evaluate(configs: Sequence[EvaluationConfig], plan: Plan, *, gate: Gate | None = None) -> list[Record]:
+    """Carries out the plan of evaluations on a shared pool, except cells with a succeeded record.
 
     Logs the expected cost before the start, and refuses a cost above `ASSAY_MAX_USD`.
     """
-    configs = [as_served(config) for config in configs]
-    with marked(configs), end_reported():
-        cells = [*plan_cells(configs, checkpoints), *along]
-        if gate is not None and gate.decide == "early":
-            cells = decided_early(gate, cells)
+    with marked(configs):
         if any(config.sinks for config in configs):
-            check_sinks(cells)
-        cells, expected = with_expectations(cells)
-        if expected.cells:
-            tell(expected)
-            check_budget(expected, settings().max_usd)
-        run_pending(configs, cells, wait=True)
-        return conclude(cells) if gate is None else conclude_by(gate, cells)
+            check_sinks(plan.cells)
+        if plan.expected.cells:
+            tell(plan.expected)
+            check_budget(plan.expected, settings().max_usd)
+        run_pending(configs, plan.cells, wait=True)
+        return conclude(plan.cells) if gate is None else conclude_by(gate, plan.cells)
 
 
 def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, wait: bool) -> None:
@@ -99,10 +86,9 @@ def ask_again(configs: Sequence[EvaluationConfig], label: str, lists: Mapping[st
         lists: Pinned lists in place of Assay's own, by environment.
     """
     with with_pinned_lists(lists):
-        configs = [as_served(config) for config in configs]
         checkpoint = discover_checkpoint(configs[0].model_path, latest=False, **layouts_for(configs))
-        with marked(configs), end_reported():
-            cells = plan_cells(configs, [checkpoint])
+        with marked(configs):
+            cells = plan_cells([as_served(config) for config in configs], [checkpoint])
             with ClaimedCells(cells, wait=True) as claimed:
                 run_claimed(configs, claimed)
             return conclude(cells)

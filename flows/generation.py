@@ -17,8 +17,7 @@ from tasks.generation.generate import (
     pool_of,
     require_same_prompts,
 )
-from tasks.prefect_server.client import end_reported
-from tasks.prefect_server.flow_runs import error_noted, marked_as
+from tasks.prefect_server.flow_runs import marked_as
 from tasks.prefect_server.progress import report_event
 
 _POOLS_IN_TEN_MINUTES = 10
@@ -31,7 +30,7 @@ def generate_text(config: GenerationConfig) -> list[dict[str, Any]]:
     Args:
         config: The prompts, the checkpoints, and the output.
     """
-    with error_noted(), end_reported(), marked_as(config.run_name, tags=[f"run={config.run_name}", "generation"]):
+    with marked_as(config.run_name, tags=[f"run={config.run_name}", "generation"]):
         planned = plan_generation(config)
         failures = _answer(planned)
         require_same_prompts(planned)

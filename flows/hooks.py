@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from logging import Logger, LoggerAdapter
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,7 +15,8 @@ from resources.backends.current import current_client
 from resources.errors import AssayError
 from tasks.policies.actions import end_claims, end_jobs, stop_unfinished
 from tasks.policies.policy import Policy
-from tasks.prefect_server.flow_runs import end_task_runs, note_ending
+from tasks.prefect_server.client import end_reported
+from tasks.prefect_server.flow_runs import end_task_runs, error_noted, note_ending
 from tasks.spec.loading import load_config
 from tasks.spec.names import how_many
 
@@ -23,14 +25,26 @@ R = TypeVar("R")
 
 
 def pipeline(name: str, run_name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
-    """Makes a function a flow that leaves no claim and no job when it is cancelled or crashes."""
-    return flow(
-        name=name,
-        flow_run_name=run_name,
-        persist_result=False,
-        on_cancellation=[leave_nothing],
-        on_crashed=[leave_nothing],
-    )
+    """Makes a function a flow that leaves no claim and no job when it is cancelled or crashes.
+
+    Its errors are noted for clients that wait for it, and its end waits for an unreachable server.
+    """
+
+    def made(fn: Callable[P, R]) -> Flow[P, R]:
+        @wraps(fn)
+        def reported(*args: P.args, **kwargs: P.kwargs) -> R:
+            with error_noted(), end_reported():
+                return fn(*args, **kwargs)
+
+        return flow(
+            name=name,
+            flow_run_name=run_name,
+            persist_result=False,
+            on_cancellation=[leave_nothing],
+            on_crashed=[leave_nothing],
+        )(reported)
+
+    return made
 
 
 def leave_nothing(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flows.evaluation import evaluate
 from flows.hooks import pipeline
-from tasks.checkpoints.discovery import discover, layouts_for, with_pinned_model
-from tasks.prefect_server.flow_runs import error_noted
+from tasks.checkpoints.discovery import with_pinned_model
 from tasks.records.record import Record
+from tasks.running.planning import Request, plan
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.verdicts.gate import Gate
 
@@ -22,7 +22,5 @@ def evaluate_checkpoints(
         selection: The checkpoints.
         gate: Gate on their scores; the flow run fails on NO-GO.
     """
-    with error_noted():
-        config = with_pinned_model(config)
-        checkpoints = discover(config.model_path, selection, **layouts_for([config]))
-        return evaluate([config], checkpoints, gate=gate)
+    config = with_pinned_model(config)
+    return evaluate([config], plan(Request((config,), selection, gate)), gate=gate)

@@ -7,9 +7,9 @@ from prefect import Flow
 from flows.evaluation import evaluate
 from flows.hooks import pipeline
 from flows.series import evaluate_checkpoints
-from tasks.checkpoints.discovery import discover, layouts_for, with_pinned_model
-from tasks.prefect_server.flow_runs import error_noted
+from tasks.checkpoints.discovery import with_pinned_model
 from tasks.records.record import Record
+from tasks.running.planning import Request, plan
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
 from tasks.spec.evaluators import EvaluatorName
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteName, SuiteRequest, load_suite
@@ -31,8 +31,7 @@ def evaluate_suite(
         selection: The checkpoints.
         gate: Gate on their scores; the flow run fails on NO-GO.
     """
-    with error_noted():
-        return _evaluate(load_suite(suite) if isinstance(suite, str) else suite, request, selection, gate=gate)
+    return _evaluate(load_suite(suite) if isinstance(suite, str) else suite, request, selection, gate=gate)
 
 
 @pipeline("default-eval", run_name="evaluate {request.place}, latest · default_eval")
@@ -72,10 +71,8 @@ def evaluate_request(
 def _evaluate(
     suite: Suite, request: SuiteRequest, selection: CheckpointSelection, *, gate: Gate | None = None
 ) -> list[Record]:
-    request = with_pinned_model(request)
-    evaluations = suite.evaluations_of(request)
-    checkpoints = discover(request.model_path, selection, **layouts_for(evaluations))
-    return evaluate(evaluations, checkpoints, gate=gate)
+    evaluations = tuple(suite.evaluations_of(with_pinned_model(request)))
+    return evaluate(evaluations, plan(Request(evaluations, selection, gate)), gate=gate)
 
 
 _RUNNERS = {

@@ -12,7 +12,6 @@ from resources.tracing import tracing
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.errors import NoCheckpoints
 from tasks.policies.events import emit
-from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.flow_runs import marked
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import Record, now
@@ -43,11 +42,6 @@ def train_and_evaluate(config: TrainAndEvaluateConfig, gate: Gate | None = None)
         config: The training, and the evaluations of its checkpoints.
         gate: Gate on their scores at the end; the flow run fails on NO-GO.
     """
-    with end_reported():
-        return _trained_and_evaluated(config, gate)
-
-
-def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) -> list[Record]:
     began = now()
     require_whole(gate, by="a training")
     configs = [as_served(evaluation) for evaluation in config.asked()]

@@ -20,7 +20,7 @@ from flows.cli.options.evaluations import (
 )
 from flows.cli.options.pools import PoolOptions
 from flows.console.console import ERR, OUT, Json, note, print_json, say
-from flows.console.finished import records_if_finished
+from flows.console.dry_run import plan_of
 from flows.console.running import SeriesResult, run_series
 from resources.errors import BadInput
 from resources.settings import MAX_EGRESS_VARIABLE, MAX_USD_VARIABLE, settings, variable_set
@@ -28,6 +28,7 @@ from tasks.checkpoints.discovery import with_pinned_model
 from tasks.records.builds import read_qualifications
 from tasks.records.record import Record
 from tasks.reports.page import results_rows, results_table
+from tasks.running.planning import Request
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.loading import load_config
 from tasks.spec.names import how_many
@@ -91,8 +92,7 @@ def evaluate(
             evaluation_path=configs[0].evaluation_path,
             run_name=configs[0].run_name,
             console=ERR,
-            finished=lambda: records_if_finished(configs, selection, gate=gate),
-            configs=configs,
+            request=Request(configs, selection, gate),
         )
     write_summaries([result.verdict] if result.verdict else [], gating.summary)
     show_series(result, as_json=as_json, sinks=configs[0].sinks)
@@ -100,7 +100,7 @@ def evaluate(
 
 def _requested(
     options: EvaluationOptions, engines: PoolOptions, config: str | None
-) -> tuple[Suite | None, EvaluationConfig | SuiteRequest, Sequence[EvaluationConfig]]:
+) -> tuple[Suite | None, EvaluationConfig | SuiteRequest, tuple[EvaluationConfig, ...]]:
     if options.suite is not None and config is None:
         request, suite = with_pinned_model(suite_request_from_options(options, engines)), load_suite(options.suite)
         return suite, request, suite.evaluations_of(request)
@@ -108,7 +108,7 @@ def _requested(
         evaluation_from_options(options, engines) if config is None else evaluation_from_file(config, options, engines)
     )
     evaluation = with_pinned_model(evaluation)
-    return None, evaluation, [evaluation]
+    return None, evaluation, (evaluation,)
 
 
 def train_and_evaluate(
@@ -131,12 +131,10 @@ def train_and_evaluate(
 
 
 def _show_plan(
-    configs: Sequence[EvaluationConfig], selection: CheckpointSelection, *, egress_usd: float | None, as_json: bool
+    configs: tuple[EvaluationConfig, ...], selection: CheckpointSelection, *, egress_usd: float | None, as_json: bool
 ) -> None:
     if egress_usd is None:
-        from flows.console.dry_run import plan_of  # with Prefect
-
-        plan = plan_of(configs, selection)
+        plan = plan_of(Request(configs, selection))
     else:
         from flows.console.on_work_pool import plan_elsewhere
 

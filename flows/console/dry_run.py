@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,9 @@ from resources.backends.current import current_client
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.jobs.jobs import Client
 from resources.regions.regions import price_per_hour, regions_for
-from tasks.checkpoints.discovery import discover, layouts_for
-from tasks.running.cells import Cell, as_served, plan_cells
-from tasks.running.expected import Expected, with_expectations
-from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.running.cells import Cell
+from tasks.running.planning import Plan, Request, plan
+from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many
 
 
@@ -44,13 +43,11 @@ class Asked:
             yield f"  {region}: " + ("price not known" if price is None else f"{price:.2f} USD an hour")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The cells, the machines to request (none for an existing pool or endpoint), and the expected cost."""
+@dataclass(frozen=True, eq=False)
+class DryRun(Plan):
+    """A plan with the machines to request, none for an existing pool or endpoint."""
 
-    cells: Sequence[Cell]
-    machines: tuple[Asked, ...]
-    expected: Expected
+    machines: tuple[Asked, ...] = ()
 
     def lines(self) -> Iterator[str]:
         recorded = sum(cell.done for cell in self.cells)
@@ -81,14 +78,12 @@ class Plan:
         }
 
 
-def plan_of(configs: Sequence[EvaluationConfig], selection: CheckpointSelection) -> Plan:
+def plan_of(request: Request) -> DryRun:
     """Plans an evaluation like its flow, with the same errors."""
-    checkpoints = discover(configs[0].model_path, selection, **layouts_for(configs))
-    cells = plan_cells([as_served(config) for config in configs], checkpoints)
-    needed = [each for config in configs if (each := _resources_of(config)) is not None]
+    made = plan(request)
+    needed = [each for config in request.configs if (each := _resources_of(config)) is not None]
     machines = [_asked(each, current_client()) for place, each in enumerate(needed) if each not in needed[:place]]
-    _, expected = with_expectations(cells)
-    return Plan(cells, tuple(machines), expected)
+    return DryRun(made.cells, made.expected, machines=tuple(machines))
 
 
 def _described(cell: Cell) -> str:

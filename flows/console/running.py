@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,16 +11,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from flows.console.live import live_view
-from resources.errors import AssayError, BadInput
+from resources.errors import AssayError, BadInput, StorageError
+from resources.settings import settings
+from tasks.errors import OverBudget
 from tasks.prefect_server.embedded import EmbeddedServer, embedded_server
 from tasks.prefect_server.lazy import server_named
 from tasks.prefect_server.progress import CellDone, Judged, RaisedAlert, Update, listening
 from tasks.records.current import current_records
 from tasks.records.record import Record, now, read_records
 from tasks.records.verdicts import Verdict
-from tasks.reports.artifacts import report_uri
+from tasks.reports.artifacts import publish_report, report_uri
+from tasks.running.cells import Cell, conclude, standing_record
+from tasks.running.claimed_cells import put_away
+from tasks.running.conclude import conclude_by
+from tasks.running.expected import check_budget, tell
+from tasks.running.planning import Plan, Request, carrying_out
 from tasks.running.warm import begun_early
-from tasks.spec.evaluation import EvaluationConfig
+from tasks.sinks.publishing import missing_sinks
 
 if TYPE_CHECKING:
     from tasks.generation.config import GenerationConfig
@@ -52,14 +59,14 @@ def run_series(
     evaluation_path: str,
     run_name: str,
     console: Console,
-    finished: Callable[[], list[Record] | None] = lambda: None,
-    configs: Sequence[EvaluationConfig] = (),
+    request: Request | None = None,
 ) -> SeriesResult:
     """Runs a flow in this process, with live progress on `console`.
 
     Args:
-        finished: returns the records if there is nothing to do, which skips the flow.
-        configs: evaluations with imports to do during Prefect's import and its server's start.
+        request: the request that the flow carries out. It is planned first, without Prefect, and the flow is skipped if
+            nothing is left to do; unless a configured Prefect server must show it, or incomplete checkpoints are
+            waited for.
     """
     began = now()
     evaluated: set[int] = set()
@@ -81,11 +88,16 @@ def run_series(
 
         with listening(take):
             try:
-                if (flow_records := finished()) is None:
-                    own_server()  # first: with a kept pool this is the longest step
-                    with begun_early(configs):
-                        flow_records = _run_flow(evaluate)
-                records = flow_records
+                with ExitStack() as carried_out:
+                    finished = None
+                    if request is not None and not (server_named() or request.selection.wait_for_incomplete_seconds):
+                        plan = carried_out.enter_context(carrying_out(request))
+                        finished = records_if_finished(request, plan)
+                    if finished is None:
+                        own_server()  # first: with a kept pool this is the longest step
+                        with begun_early(request.configs if request else ()):
+                            finished = _run_flow(evaluate)
+                    records = finished
             except AssayError as raised:
                 if isinstance(raised, BadInput):
                     raise
@@ -96,6 +108,36 @@ def run_series(
     already = sum(record.succeeded and record.created < began for record in records)
     report = report_uri(evaluation_path, run_name) if records else None
     return SeriesResult(records, len(evaluated), already, report, error, verdict, tuple(alerts))
+
+
+def records_if_finished(request: Request, plan: Plan) -> list[Record] | None:
+    """Returns the records of a plan without Prefect if every cell has a record, and every sink has received it.
+
+    Writes the report and the gate's verdict as a flow run would. Returns None, without any effect, if cells or sinks
+    are pending.
+
+    Raises:
+        OverBudget: the pending cells are expected to cost more than the limit.
+    """
+    if not all(cell.done and _is_announced(cell) for cell in plan.cells):
+        try:
+            check_budget(plan.expected, settings().max_usd)
+        except OverBudget:
+            tell(plan.expected)  # if it may start, its flow run logs this
+            raise
+        return None
+    plan.report_updates()
+    try:
+        put_away(plan.cells)
+        publish_report(request.configs[0])
+    except StorageError:
+        return None  # a flow run retries
+    return conclude(plan.cells) if request.gate is None else conclude_by(request.gate, plan.cells)
+
+
+def _is_announced(cell: Cell) -> bool:
+    recorded = standing_record(cell) if cell.config.sinks else None
+    return recorded is None or not missing_sinks(recorded.record, cell.config.sinks)
 
 
 def run_generation(config: GenerationConfig, *, console: Console) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.console.finished import records_if_finished
 from flows.console.live import live_view
 from flows.console.running import SeriesResult, import_flows, own_server, run_series
 from pools.weights.merges import Merge, Source
@@ -24,8 +23,9 @@ from tasks.prefect_server.progress import Event
 from tasks.records.record import Record, find_records
 from tasks.reports.page import write_report
 from tasks.reports.viewer.page import write_next_to_report
+from tasks.running.planning import Request
 from tasks.running.warm import begun_early
-from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.suites import SuiteRequest, built_in_suite
 
 SUITE = "demo"
@@ -119,15 +119,9 @@ def run_demo(folder: Path, *, console: Console) -> SeriesResult:
 
         return evaluate_demo(configs, merged)
 
-    def finished() -> list[Record] | None:
-        demo_records = records_if_finished(configs, CheckpointSelection())
-        along = records_if_finished([merged], CheckpointSelection()) if demo_records is not None else None
-        return None if demo_records is None or along is None else [*demo_records, *along]
-
     result = run_series(
         run,
-        finished=finished,
-        configs=configs,
+        request=Request(configs, merged=merged),
         evaluation_path=request.evaluation_path,
         run_name=RUN_NAME,
         console=console,

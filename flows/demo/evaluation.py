@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from flows.evaluation import evaluate
 from flows.hooks import pipeline
-from tasks.checkpoints.discovery import discover, layouts_for
-from tasks.prefect_server.flow_runs import error_noted
 from tasks.records.record import Record
-from tasks.running.cells import as_served, plan_cells
-from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.running.planning import Request, plan
+from tasks.spec.evaluation import EvaluationConfig
 
 
 @pipeline("evaluate-demo", run_name="evaluate {merged.run_name} · demo")
@@ -19,8 +17,4 @@ def evaluate_demo(configs: tuple[EvaluationConfig, ...], merged: EvaluationConfi
         configs: The evaluations of the checkpoints.
         merged: The evaluation of the merged checkpoint, with its name as model_path.
     """
-    with error_noted():
-        everything = CheckpointSelection()
-        checkpoints = discover(configs[0].model_path, everything, **layouts_for(configs))
-        along = plan_cells([as_served(merged)], discover(merged.model_path, everything))
-        return evaluate(configs, checkpoints, along=along)
+    return evaluate(configs, plan(Request(configs, merged=merged)))

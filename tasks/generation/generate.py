@@ -43,7 +43,8 @@ from tasks.generation.worker import SharedColumns, WorkOrder, patiently, run_wor
 from tasks.prefect_server.client import accelerators_reserved, show
 from tasks.prefect_server.progress import AnswersProgress, CellDone, report, report_event
 from tasks.reports.artifacts import browser_address
-from tasks.running.provisioning import access_of, require_near, started_pool
+from tasks.running.cells import access_of
+from tasks.running.provisioning import require_near, started_pool
 from tasks.spec.evaluation import digest_of
 from tasks.spec.names import artifact_key, check_deployed_paths, how_many, job_name
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import SecretStr
 
 from pools.engine.engines import with_engine_variables
+from pools.pool.access import PoolAccess
+from pools.pool.kept import access_to
 from pools.weights.merges import locations_of
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
@@ -17,7 +22,7 @@ from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.merged import merge_reference
 from tasks.checkpoints.run_snapshot import listing_of
-from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
+from tasks.errors import EvaluationIncomplete, EvaluationInterrupted, SinkFailed
 from tasks.evaluators.early import WantedEarly
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.lazy import deployment_id, step
@@ -27,12 +32,14 @@ from tasks.records.details import CheckpointReference, cell_place
 from tasks.records.record import FoundRecord, Record, find_records, read_record, record_to_replace
 from tasks.records.samples import encodable
 from tasks.records.verdicts import EarlyVerdict
+from tasks.sinks.credentials import loaded_block
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import check_deployed_paths, how_many, place_of
 
 _MOST_NAMES_IN_A_CELL = 3
+_KEYS = ("key", "admin_key")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +88,39 @@ def as_served(config: EvaluationConfig) -> EvaluationConfig:
         return config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
     if config.pool_name is None or config.native:
         return config
-    from tasks.running.provisioning import access_of
-
     served = access_of(config.pool_name, config.pool_key_block).config
     pool_config = served.model_copy(update={"model": served.model.model_copy(update={"path": None})})
     return config.model_copy(update={"pool_config": pool_config, "model_name": config.named})
+
+
+def access_of(pool: str, key_block: str | None = None) -> PoolAccess:
+    """Returns access to a kept pool, given by name or address; see `access_to`.
+
+    Args:
+        key_block: Prefect secret block with the key of the pool at an address, or with an object of `key` and
+            `admin_key`; the keys come from the settings when None.
+
+    Raises:
+        BadInput: the block cannot be loaded or has other content; or as in `access_to`.
+    """
+    return access_to(pool, **(_keys_in(key_block) if key_block is not None else {}))
+
+
+def _keys_in(block: str) -> dict[str, SecretStr]:
+    from prefect.blocks.system import Secret
+
+    try:
+        content: Any = loaded_block(Secret, block).get()
+    except SinkFailed as error:
+        raise BadInput(expected=error.expected, found=error.found, remedy=error.remedy) from error
+    keys = content if isinstance(content, dict) else {"key": content}
+    if not keys or set(keys) - set(_KEYS) or not all(isinstance(key, str) and key for key in keys.values()):
+        raise BadInput(
+            expected=f"a pool's key in the Prefect block {block}, or an object with {' and '.join(_KEYS)}",
+            found="something else",
+            remedy="write there what `assay pool env NAME` prints where the pool was started",
+        )
+    return {name: SecretStr(key) for name, key in keys.items()}
 
 
 @step(task_run_name="plan")

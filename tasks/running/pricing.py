@@ -9,7 +9,7 @@ from resources.errors import AssayError
 from resources.jobs.addresses import is_loopback
 from resources.regions.regions import Tariff, tariff_of
 from tasks.records.cost import Cost, Predicted, Spent
-from tasks.running.provisioning import access_of
+from tasks.running.cells import access_of
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import JudgedOptions, JudgeEndpoint
 

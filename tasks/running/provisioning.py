@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
-from pydantic import SecretStr
 
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Launcher, Servable, environment_name
-from pools.pool.access import PoolAccess
 from pools.pool.inference import InferencePool
-from pools.pool.kept import access_to
 from pools.pool.session import PoolSession
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
@@ -26,13 +22,12 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EndpointUnusable
 from resources.regions.region_check import check_reads
 from resources.settings import settings
-from tasks.errors import SinkFailed
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.client import accelerators_reserved
 from tasks.prefect_server.progress import report_event
+from tasks.running.cells import access_of
 from tasks.running.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
 from tasks.running.warm import runs_here, warm_programs
-from tasks.sinks.credentials import loaded_block
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import JudgedOptions, JudgeEndpoint
 from tasks.spec.names import pool_label
@@ -176,36 +171,3 @@ def start_pool(
     label = pool_label(config.model.name, flow_run.id)
     pool = InferencePool(config, checkpoints, launcher=launcher, on_event=report_event, label=label)
     return pool.__enter__()
-
-
-_KEYS = ("key", "admin_key")
-
-
-def access_of(pool: str, key_block: str | None = None) -> PoolAccess:
-    """Returns access to a kept pool, given by name or address; see `access_to`.
-
-    Args:
-        key_block: Prefect secret block with the key of the pool at an address, or with an object of `key` and
-            `admin_key`; the keys come from the settings when None.
-
-    Raises:
-        BadInput: the block cannot be loaded or has other content; or as in `access_to`.
-    """
-    return access_to(pool, **(_keys_in(key_block) if key_block is not None else {}))
-
-
-def _keys_in(block: str) -> dict[str, SecretStr]:
-    from prefect.blocks.system import Secret
-
-    try:
-        content: Any = loaded_block(Secret, block).get()
-    except SinkFailed as error:
-        raise BadInput(expected=error.expected, found=error.found, remedy=error.remedy) from error
-    keys = content if isinstance(content, dict) else {"key": content}
-    if not keys or set(keys) - set(_KEYS) or not all(isinstance(key, str) and key for key in keys.values()):
-        raise BadInput(
-            expected=f"a pool's key in the Prefect block {block}, or an object with {' and '.join(_KEYS)}",
-            found="something else",
-            remedy="write there what `assay pool env NAME` prints where the pool was started",
-        )
-    return {name: SecretStr(key) for name, key in keys.items()}

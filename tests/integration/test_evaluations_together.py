@@ -30,10 +30,12 @@ from pools.pool.access import PoolDescription
 from pools.protocol import DesiredState, LoadReport
 from resources.errors import BadInput
 from resources.settings import settings
+from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.errors import EvaluationInterrupted, RecordUnwritten
 from tasks.records.record import Record, read_records
 from tasks.running.cells import plan_cells
+from tasks.running.planning import plan_checkpoints
 from tasks.running.provisioning import provisioned
 from tasks.running.scheduler import schedule_cells, stage_tokenizers
 from tasks.spec.evaluation import EvaluationConfig
@@ -117,6 +119,10 @@ def evaluation(run: Path, benchmark: str, **changes: Any) -> EvaluationConfig:
     return EvaluationConfig.model_validate({**given, **changes})
 
 
+def evaluated(configs: list[EvaluationConfig], checkpoints: list[Checkpoint]) -> list[Record]:
+    return evaluate(configs, plan_checkpoints(configs, checkpoints))
+
+
 def by_benchmark(run: Path) -> dict[str, Record]:
     return {record.benchmarks[0]: record for record in read_records(str(run.parent / "evaluations"))}
 
@@ -124,7 +130,7 @@ def by_benchmark(run: Path) -> dict[str, Record]:
 def test_evaluations_of_a_checkpoint_run_together_and_write_a_record_each(run: Path, engine_url: str):
     with gate(engine_url) as url:  # would never open if the evaluations ran in sequence
         configs = [evaluation(run, name, base_url=f"{url}/v1") for name in ("demo_facts", "demo_backwards")]
-        records = evaluate(configs, find_checkpoints(str(run)))
+        records = evaluated(configs, find_checkpoints(str(run)))
     assert {record.benchmarks for record in records} == {("demo_facts",), ("demo_backwards",)}
     assert all(record.succeeded and record.samples == QUESTIONS for record in records)
     assert len({record.cell for record in records}) == 2
@@ -134,7 +140,7 @@ def test_evaluation_that_fails_leaves_the_other_its_record(run: Path, engine_url
     good = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1")
     late = evaluation(run, "demo_backwards", base_url=f"{engine_url}/v1", timeout_seconds=0.01)
     with pytest.raises(EvaluationInterrupted, match="run-7 · lm-eval: infra_failed"):
-        evaluate([good, late], find_checkpoints(str(run)))
+        evaluated([good, late], find_checkpoints(str(run)))
     records = by_benchmark(run)
     assert records["demo_facts"].status == "succeeded"
     assert records["demo_backwards"].status == "infra_failed"
@@ -155,7 +161,7 @@ def test_evaluations_that_cannot_be_made_together_are_refused(
     first = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1")
     second = evaluation(run, "demo_backwards", **{"base_url": f"{engine_url}/v1", **changes})
     with pytest.raises(BadInput, match=words):
-        evaluate([first, second], find_checkpoints(str(run)))
+        evaluated([first, second], find_checkpoints(str(run)))
     assert not by_benchmark(run)
 
 
@@ -165,7 +171,7 @@ def test_sink_that_fails_costs_no_cell_and_gets_what_it_lacks_with_the_next_run(
     sinks = [{"kind": "hugging_face", "path": str(cards)}, {"kind": "object_store", "url": str(store)}]
     config = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1", sinks=sinks)
 
-    [record] = evaluate([config], find_checkpoints(str(run)))
+    [record] = evaluated([config], find_checkpoints(str(run)))
     assert record.succeeded
     states = {name.partition(":")[0]: state for name, state in record.sinks.items()}
     assert {name: state.status for name, state in states.items()} == {
@@ -176,7 +182,7 @@ def test_sink_that_fails_costs_no_cell_and_gets_what_it_lacks_with_the_next_run(
     assert states["object_store"].reason
 
     store.unlink()
-    [again] = evaluate([config], find_checkpoints(str(run)))
+    [again] = evaluated([config], find_checkpoints(str(run)))
     assert again.created == record.created, "nothing is evaluated again"
     assert {state.status for state in again.sinks.values()} == {"published"}
     copied = [path.name for path in store.rglob("*") if path.is_file()]
@@ -216,7 +222,7 @@ async def test_trace_holds_cell_and_phases_and_names_the_cell_to_the_engine_of_a
             settings.cache_clear()
             try:
                 asked = evaluation(run, "demo_facts", pool_name=proxy.url)
-                [record] = await asyncio.to_thread(evaluate, [asked], [checkpoint])
+                [record] = await asyncio.to_thread(evaluated, [asked], [checkpoint])
             finally:
                 monkeypatch.undo()
                 settings.cache_clear()

@@ -17,7 +17,7 @@ from pools.config import InferencePoolConfig
 from pools.pool.access import PoolDescription
 from resources.errors import BadInput
 from resources.settings import settings
-from tasks.running.provisioning import access_of
+from tasks.running.cells import access_of
 from tasks.sinks.object_store import ObjectStoreSink
 from tasks.sinks.publishing import publish_record
 

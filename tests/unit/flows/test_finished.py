@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,20 +17,19 @@ from fakes.records import make_record
 from flows.cli.options.evaluations import EvaluationOptions, evaluation_from_options
 from flows.cli.options.pools import PoolOptions
 from flows.console.console import ERR
-from flows.console.finished import records_if_finished
-from flows.console.running import run_series
+from flows.console.running import records_if_finished, run_series
 from resources.backends.current import set_current_client
 from resources.backends.local.client import LocalClient
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.errors import GateRefused
 from tasks.prefect_server.progress import Event, Judged, Update, listening
 from tasks.records.cost import Cost
-from tasks.records.record import record_uri, write_record
+from tasks.records.record import Record, record_uri, write_record
 from tasks.running.cells import Cell, as_served, plan_cells
+from tasks.running.planning import Request, carrying_out, plan
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.verdicts.gate import Gate
 
-ALL = CheckpointSelection()
 NAMED = "from tasks.prefect_server.lazy import server_named; print(server_named())"
 AT = "http://127.0.0.1:9/api"
 
@@ -37,6 +37,12 @@ AT = "http://127.0.0.1:9/api"
 def without_prefect(**variables: str) -> dict[str, str]:
     """Returns the variables of this process without Prefect's, updated with `variables`."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | variables
+
+
+def finished(config: EvaluationConfig, gate: Gate | None = None, **selected: Any) -> list[Record] | None:
+    request = Request((config,), CheckpointSelection(**selected), gate)
+    with carrying_out(request) as plan:
+        return records_if_finished(request, plan)
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ def test_evaluate_with_nothing_to_do_shows_all_and_leaves_the_report_without_pre
     assert "Results of run-a" in done.stdout and "Nothing to evaluate: 2 cells recorded already." in done.stdout
     assert (tmp_path / "out" / "run-a" / "report.html").is_file()
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "flows.console.finished" in imported and "prefect" not in imported
+    assert "flows.console.running" in imported and "prefect" not in imported
     assert not (tmp_path / "prefect").exists()
 
 
@@ -92,28 +98,26 @@ def test_what_is_finished_needs_no_flow_run_and_a_cell_without_a_success_does(
         evaluation_path=config.evaluation_path,
         run_name="run-a",
         console=ERR,
-        finished=lambda: records_if_finished([config], ALL),
+        request=Request((config,)),
     )
     assert (len(result.records), result.evaluated, result.already_recorded, result.error) == (2, 0, 2, None)
     Path(record_uri(recorded[0].uri)).unlink()
-    assert records_if_finished([config], ALL) is None
+    assert finished(config) is None
     write_record(recorded[0].uri, make_record(**of_cell(recorded[0]), status="infra_failed"))
-    assert records_if_finished([config], ALL) is None
-    assert records_if_finished([config], CheckpointSelection(wait_for_incomplete_seconds=60)) is None
-    latest = CheckpointSelection(which="latest")
-    assert [record.checkpoint.step for record in records_if_finished([config], latest) or ()] == [200]
+    assert finished(config) is None
+    assert [record.checkpoint.step for record in finished(config, which="latest") or ()] == [200]
 
 
 def test_records_that_a_sink_lacks_are_left_to_a_flow_run(config: EvaluationConfig, recorded: list[Cell]) -> None:
     sinks = [{"kind": "object_store", "url": f"{config.evaluation_path}-copies"}]
-    assert records_if_finished([EvaluationConfig.model_validate({**config.model_dump(), "sinks": sinks})], ALL) is None
+    assert finished(EvaluationConfig.model_validate({**config.model_dump(), "sinks": sinks})) is None
 
 
 def test_report_that_cannot_be_written_is_left_to_a_flow_run_which_tries_again(
     config: EvaluationConfig, recorded: list[Cell]
 ) -> None:
     (Path(config.evaluation_path) / "run-a" / "report.html").mkdir()
-    assert records_if_finished([config], ALL) is None
+    assert finished(config) is None
 
 
 def test_gate_is_judged_without_a_flow_run(config: EvaluationConfig, recorded: list[Cell]) -> None:
@@ -123,9 +127,9 @@ def test_gate_is_judged_without_a_flow_run(config: EvaluationConfig, recorded: l
 
     heard: list[Update] = []
     with listening(heard.append):
-        assert len(records_if_finished([config], ALL, gate=gate(0.0)) or ()) == 2
+        assert len(finished(config, gate(0.0)) or ()) == 2
         with pytest.raises(GateRefused):
-            records_if_finished([config], ALL, gate=gate(1.0))
+            finished(config, gate(1.0))
     assert [update.verdict.go for update in heard if isinstance(update, Judged)] == [True, False]
     assert any(isinstance(update, Event) and "2 recorded already" in update.text for update in heard)
 
@@ -194,3 +198,16 @@ def slices(folder: Path) -> Path:
     for number in range(8):
         (folder / "machine" / "dev" / f"accel{number}").touch()
     return folder / "machine"
+
+
+def test_flow_carries_out_the_plan_of_the_command_and_reports_it(config: EvaluationConfig) -> None:
+    request = Request((config,))
+    heard: list[Update] = []
+    with listening(heard.append), carrying_out(request) as made:
+        assert not heard, "the flow reports it"
+        assert plan(Request((config.model_copy(),))) is made
+        assert [update.text for update in heard if isinstance(update, Event)] == [
+            "2 cells wanted, 0 recorded already, 2 to evaluate"
+        ]
+        assert plan(Request((config,), CheckpointSelection(which="latest"))) is not made
+    assert plan(request) is not made

@@ -14,7 +14,7 @@ from fakes.models import write_run
 from fakes.records import make_record
 from flows.cli.options.evaluations import EvaluationOptions, evaluation_from_options
 from flows.cli.options.pools import POOL_OPTIONS, PoolOptions
-from flows.console.dry_run import Plan, plan_of
+from flows.console.dry_run import DryRun, plan_of
 from resources.backends.current import set_current_client
 from resources.backends.iris.resources import Group, check_groups
 from resources.backends.iris.resources import placement as on_iris
@@ -32,7 +32,8 @@ from tasks.records.cost import Cost
 from tasks.records.provenance import hardware
 from tasks.records.record import write_record
 from tasks.running.cells import as_served, plan_cells
-from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.running.planning import Request
+from tasks.spec.evaluation import EvaluationConfig
 
 GIB = 2**30
 PLAIN = PoolOptions()
@@ -193,7 +194,7 @@ class CloudClient(FakeClient):
         return False
 
 
-def planned(*arguments: str, folder: Path) -> Plan:
+def planned(*arguments: str, folder: Path) -> DryRun:
     """Plans two checkpoints, with all questions and with two; the record of the first with all took an hour."""
     run, output = write_run(folder / "run-a", [100, 200]), str(folder / "out")
     config = evaluation(*arguments, model=str(run), evals=("demo_facts",), output=output)
@@ -208,7 +209,7 @@ def planned(*arguments: str, folder: Path) -> Plan:
         requests={"answered": 120, "prompt_tokens": 12_000},
     )
     write_record(first.uri, measured)
-    return plan_of([config, config.model_copy(update={"max_eval_instances": 2})], CheckpointSelection())
+    return plan_of(Request((config, config.model_copy(update={"max_eval_instances": 2}))))
 
 
 def test_dry_run_says_what_would_be_asked_for_where_and_at_what_price(tmp_path: Path) -> None:

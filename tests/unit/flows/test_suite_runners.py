@@ -13,7 +13,8 @@ from fakes.models import write_checkpoint
 from flows import suites as flows
 from resources.settings import deployment_data
 from tasks.checkpoints.checkpoint import Checkpoint
-from tasks.checkpoints.discovery import discover
+from tasks.checkpoints.discovery import discover, layouts_for
+from tasks.running.planning import Request
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS
 from tasks.spec.suites import SuiteRequest, load_suite
@@ -52,7 +53,12 @@ def request_of_run(tmp_path: Path) -> SuiteRequest:
 @pytest.fixture
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Evaluated]:
     handed: list[Evaluated] = []
-    monkeypatch.setattr(flows, "discover", discover.fn)
+
+    def plan(request: Request) -> list[Checkpoint]:
+        [config, *_] = request.configs
+        return discover(config.model_path, request.selection, **layouts_for(request.configs))
+
+    monkeypatch.setattr(flows, "plan", plan)
     monkeypatch.setattr(flows, "evaluate", lambda *given, gate: handed.append(given))
     return handed
 
