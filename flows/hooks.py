@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from logging import Logger, LoggerAdapter
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,6 +37,8 @@ def pipeline(name: str, run_name: str) -> Callable[[Callable[P, R]], Flow[P, R]]
             with error_noted(), end_reported():
                 return fn(*args, **kwargs)
 
+        # Prefect would look for the names of its annotations in this module.
+        reported.__signature__ = signature(fn, eval_str=True)  # pyright: ignore[reportAttributeAccessIssue]
         return flow(
             name=name,
             flow_run_name=run_name,

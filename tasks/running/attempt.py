@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,8 +20,9 @@ from resources.storage import storage
 from resources.tracing import span
 from tasks.errors import EvaluationInterrupted
 from tasks.evaluators.early import WantedEarly, WantedScore, batches_in
-from tasks.evaluators.evaluator import Parsed, evaluator_of
+from tasks.evaluators.evaluator import Parsed, Progress, evaluator_of
 from tasks.evaluators.reading import tokens_to_ask
+from tasks.prefect_server.progress import CellProgress, report
 from tasks.records.builds import Build, Qualification, build_of, is_qualified, read_qualifications
 from tasks.records.details import Asking, Digests
 from tasks.records.provenance import git_state, hardware, versions
@@ -28,9 +30,13 @@ from tasks.records.record import Record, now
 from tasks.records.samples import encodable
 from tasks.records.verdicts import ANSWERED_NAME, EarlyVerdict, read_early, spent_on_early
 from tasks.running.cells import Cell
+from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.expected import expected_by_plan
+from tasks.running.native_jobs import NativeJobs
 from tasks.running.pricing import cost_of, resources_of_replica
-from tasks.running.serving import ServedCell
+from tasks.running.serving import ServedCell, Serving
+from tasks.running.warm import Harness
+from tasks.spec.evaluation import EvaluationConfig
 
 
 class Interruption:
@@ -51,12 +57,31 @@ class Interruption:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class RunResources:
+    """Resources that the cells of a run share."""
+
+    harness_of: Callable[[EvaluationConfig], Harness]
+    serving: Serving | None = None
+    native_jobs: NativeJobs = field(default_factory=NativeJobs)
+    interruption: Interruption = field(default_factory=Interruption)
+    claimed: ClaimedCells | None = None
+    """Claims of the cells: cells lost to another run are not published."""
+    cells: int = 1
+    """Number of the cells."""
+
+
 @dataclass
 class Attempt:
-    """An attempt at a cell. `name` is its folder next to the record; without a `failure` it has succeeded."""
+    """An attempt at a cell, the position-th of its run; without a `failure` it has succeeded."""
 
-    cell: Cell
-    name: str
+    planned: Cell
+    run: RunResources
+    position: int = 1
+    on_open: Callable[[], None] = lambda: None
+    """Called once the cell's checkpoint was requested."""
+    name: str = field(default_factory=lambda: f"attempt-{secrets.token_hex(4)}")
+    """Its folder next to the record."""
     failure: AssayError | None = None
     parsed: Parsed | None = None
     served: dict[str, Any] = field(default_factory=dict)
@@ -66,6 +91,28 @@ class Attempt:
     machine: dict[str, str] = field(default_factory=dict)
     """The system that the evaluator ran on, if that is not this process's."""
     _expected_by_plan: bool = False
+
+    def __post_init__(self) -> None:
+        self.cell = self.planned
+        """The planned cell, or its fallback."""
+
+    def raise_if_ended(self) -> None:
+        """Raises if the run was interrupted, if its claim is known to be lost, or if the endpoint does not answer."""
+        if self.run.claimed is not None:
+            self.run.claimed.raise_if_lost(self.planned)
+        self.run.interruption.raise_if_interrupted()
+        if self.opened is not None:
+            self.opened.check()
+
+    def prove_claim(self) -> None:
+        """Raises ClaimLost unless this run holds the cell now; called before anything is published."""
+        if self.run.claimed is not None:
+            self.run.claimed.prove(self.planned)
+
+    def report_progress(self, progress: Progress) -> None:
+        counts = self.opened.counts() if self.opened else {}
+        place = (self.cell.title, self.position, self.run.cells)
+        report(CellProgress(*place, progress.stage, progress.done, progress.total, counts))
 
     @cached_property
     def decided_before(self) -> EarlyVerdict | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from tasks.errors import BenchmarksChanged, ClaimLost, EvaluationInterrupted, Re
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import read_output, run_harness, verify_counts, verify_ends
 from tasks.evaluators.native import NativeEvaluation, output_here
-from tasks.prefect_server.progress import CellDone, CellProgress, report, report_event
+from tasks.prefect_server.progress import CellDone, report, report_event
 from tasks.records.index import note_record
 from tasks.records.record import (
     JOURNAL_FOLDER,
@@ -43,32 +41,14 @@ from tasks.records.record import (
 from tasks.records.samples import SAMPLES_NAME
 from tasks.records.verdicts import write_early
 from tasks.reports.artifacts import show_as_asset
-from tasks.running.attempt import Attempt, Interruption, early_verdict, wanted_early
+from tasks.running.attempt import Attempt, RunResources, early_verdict, wanted_early
 from tasks.running.cells import Cell
-from tasks.running.claimed_cells import ClaimedCells
-from tasks.running.native_jobs import NativeJobs
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import Serving, same_model
 from tasks.running.warm import Harness
 from tasks.sinks.publishing import publish_record
 from tasks.spec.benchmarks import benchmarks_uri, evaluation_hash
-from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import job_name, suites_in
-
-
-@dataclass(frozen=True, eq=False)
-class CellContext:
-    """Position of a cell in its run, and shared resources for its evaluation."""
-
-    position: int
-    cells: int
-    harness_of: Callable[[EvaluationConfig], Harness]
-    native_jobs: NativeJobs = field(default_factory=NativeJobs)
-    on_open: Callable[[], None] = lambda: None
-    """Called once the cell's checkpoint was requested."""
-    interruption: Interruption = field(default_factory=Interruption)
-    claimed: ClaimedCells | None = None
-    """Claims of these cells: cells lost to another run are not published."""
 
 
 def worth_another_try(_task: object, _run: object, state: Any) -> bool:
@@ -87,37 +67,40 @@ def worth_another_try(_task: object, _run: object, state: Any) -> bool:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Record | None:
+def run_cell(
+    cell: Cell, run: RunResources, *, position: int = 1, on_open: Callable[[], None] = lambda: None
+) -> Record | None:
     """Evaluates a cell, publishes a record of any outcome, and sends it to its sinks.
 
-    If the cell was decided early, publishes a verdict instead of a record and returns None.
+    If the cell was decided early, publishes a verdict instead of a record and returns None. `position` is that of the
+    cell in its run; `on_open` is called once its checkpoint was requested.
     """
     began = time.monotonic()
-    attempt = Attempt(cell, name=f"attempt-{secrets.token_hex(4)}")
+    attempt = Attempt(cell, run, position, on_open)
     with tempfile.TemporaryDirectory(prefix="assay-cell-") as scratch:
         with attempt.noting_failure():
-            context.interruption.raise_if_interrupted()
-            attempt.cell = _by_ability(cell, serving)
+            run.interruption.raise_if_interrupted()
+            attempt.cell = _by_ability(cell, run.serving)
         output = _output_folder(attempt, Path(scratch))
         if attempt.failure is None:
             with attempt.noting_failure():
-                _evaluate(attempt, serving, context, output, claimed=cell)
+                _evaluate(attempt, output)
             with attempt.noting_failure():
-                _let_go(attempt)
+                if attempt.opened is not None:
+                    attempt.requests, attempt.served = attempt.opened.counts(), attempt.opened.asked_all()
         with attempt.noting_failure(), attempt.timed("publish"):
             if not storage.is_local(attempt.cell.uri) and output.is_dir():
                 storage.copy_from_local(output, storage.join(attempt.cell.uri, attempt.name))
-    done = partial(CellDone, attempt.cell.title, context.position, context.cells)
+    done = partial(CellDone, attempt.cell.title, position, run.cells)
     if attempt.failure is None and attempt.parsed is not None and attempt.parsed.early:
         try:
-            if context.claimed is not None:
-                context.claimed.prove(cell)
+            attempt.prove_claim()
             write_early(attempt.cell.uri, early_verdict(attempt))
         finally:
             _close(attempt, finished=False)  # the remaining requests may be sent later
         report(done("decided early", time.monotonic() - began))
         return None
-    record = _write(attempt, context, claimed=cell)
+    record = _write(attempt)
     _tell(attempt, record)
     report(done(record.status, time.monotonic() - began))
     if attempt.failure is not None and not record.succeeded:
@@ -137,29 +120,21 @@ def _output_folder(attempt: Attempt, scratch: Path) -> Path:
     return (storage.local_path(uri).absolute() if storage.is_local(uri) else scratch) / attempt.name
 
 
-def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, output: Path, *, claimed: Cell) -> None:
+def _evaluate(attempt: Attempt, output: Path) -> None:
     cell = attempt.cell
-    place = (context.position, context.cells)
-    harness = context.harness_of(cell.config)
-
-    def on_progress(progress: Progress) -> None:
-        counts = attempt.opened.counts() if attempt.opened else {}
-        report(CellProgress(cell.title, *place, progress.stage, progress.done, progress.total, counts))
+    harness = attempt.run.harness_of(cell.config)
 
     def check() -> None:
-        if context.claimed is not None:
-            context.claimed.raise_if_lost(claimed)
-        context.interruption.raise_if_interrupted()
+        attempt.raise_if_ended()
         if attempt.opened is not None:
-            attempt.opened.check()
             attempt.expect_by_plan(output)
 
-    context.interruption.raise_if_interrupted()
-    model, judge = (None, None) if cell.config.native else _open(attempt, serving, context)
-    report(CellProgress(cell.title, *place, f"starting {harness.evaluator.name}", 0, 0))
+    attempt.run.interruption.raise_if_interrupted()
+    model, judge = (None, None) if cell.config.native else _open(attempt)
+    attempt.report_progress(Progress(f"starting {harness.evaluator.name}", 0, 0))
     with _as_planned(cell), _by_same_model(attempt):
         if model is None:
-            attempt.parsed = _evaluate_natively(attempt, context, output, on_progress=on_progress, check=check)
+            attempt.parsed = _evaluate_natively(attempt, harness, output)
         else:
             assert harness.python is not None, "evaluators that ask an endpoint run here"
             with attempt.timed("evaluate"):
@@ -172,7 +147,7 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
                     server=harness.server,
                     client=local_client(),
                     judge=judge,
-                    on_progress=on_progress,
+                    on_progress=attempt.report_progress,
                     check_endpoint=check,
                     name=_job_name(cell, harness),
                     early=wanted_early(attempt),
@@ -226,16 +201,9 @@ def _job_name(cell: Cell, harness: Harness) -> str:
     return job_name(environment.name, cell.reference.name, *asked[:1], flow_run=flow_run.id)
 
 
-def _evaluate_natively(
-    attempt: Attempt,
-    context: CellContext,
-    output: Path,
-    *,
-    on_progress: Callable[[Progress], None],
-    check: Callable[[], None],
-) -> Parsed:
-    context.on_open()
-    cell, harness = attempt.cell, context.harness_of(attempt.cell.config)
+def _evaluate_natively(attempt: Attempt, harness: Harness, output: Path) -> Parsed:
+    attempt.on_open()
+    cell = attempt.cell
     reference = cell.folder.reference
     evaluation = NativeEvaluation(
         cell.config.model_copy(update={"sinks": ()}),
@@ -250,13 +218,13 @@ def _evaluate_natively(
         storage.absolute(storage.join(cell.uri, JOURNAL_FOLDER)),
     )
     attempt.served = {"by": "the evaluator itself"}
-    outcome = context.native_jobs.evaluate(
+    outcome = attempt.run.native_jobs.evaluate(
         evaluation,
         harness.native,
-        position=context.position,
+        position=attempt.position,
         name=_job_name(cell, harness),
-        on_progress=on_progress,
-        check=check,
+        on_progress=attempt.report_progress,
+        check=attempt.raise_if_ended,
     )
     attempt.seconds["evaluate"], attempt.machine = outcome.seconds, outcome.machine
     outcome.raise_failure()
@@ -265,10 +233,10 @@ def _evaluate_natively(
     return read_output(harness.evaluator, cell.config, results, samples=output / SAMPLES_NAME)
 
 
-def _open(attempt: Attempt, serving: Serving | None, context: CellContext) -> tuple[RunningModel, RunningModel | None]:
-    cell = attempt.cell
+def _open(attempt: Attempt) -> tuple[RunningModel, RunningModel | None]:
+    cell, serving = attempt.cell, attempt.run.serving
     assert serving is not None, "cells that need an endpoint get an endpoint"
-    report(CellProgress(cell.title, context.position, context.cells, "asking for the checkpoint", 0, 0))
+    attempt.report_progress(Progress("asking for the checkpoint", 0, 0))
     with attempt.timed("open"):
         attempt.opened = serving.open(
             cell.reference.name,
@@ -278,7 +246,7 @@ def _open(attempt: Attempt, serving: Serving | None, context: CellContext) -> tu
             in_chat=cell.config.asks_in_chat,
         )
         _begin_again_for_another_model(attempt)
-        context.on_open()
+        attempt.on_open()
         return attempt.opened.running, judge_of(cell.config, attempt.opened.running)
 
 
@@ -290,21 +258,16 @@ def _begin_again_for_another_model(attempt: Attempt) -> None:
         weighed_at_first(uri, weighed)
 
 
-def _let_go(attempt: Attempt) -> None:
-    if attempt.opened is not None:
-        attempt.requests, attempt.served = attempt.opened.counts(), attempt.opened.asked_all()
-
-
-def _write(attempt: Attempt, context: CellContext, *, claimed: Cell) -> Record:
+def _write(attempt: Attempt) -> Record:
     try:
         try:
-            return _prove_and_write(attempt, context, claimed=claimed)
+            return _prove_and_write(attempt)
         except AssayError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary: at least the failure must be recorded
             attempt.failure = attempt.failure or attempt.failure_of(error)
             attempt.parsed, attempt.served, attempt.requests = None, {}, {}
-            return _prove_and_write(attempt, context, claimed=claimed)
+            return _prove_and_write(attempt)
     except Exception as error:
         _close(attempt, finished=False)
         if isinstance(error, ClaimLost):
@@ -315,10 +278,9 @@ def _write(attempt: Attempt, context: CellContext, *, claimed: Cell) -> Record:
         ) from error
 
 
-def _prove_and_write(attempt: Attempt, context: CellContext, *, claimed: Cell) -> Record:
+def _prove_and_write(attempt: Attempt) -> Record:
     record = attempt.record()
-    if context.claimed is not None:
-        context.claimed.prove(claimed)
+    attempt.prove_claim()
     with attempt.timed("record"):
         return write_record(attempt.cell.uri, record)
 

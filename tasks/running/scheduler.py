@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
+from dataclasses import replace
 from threading import Event
 
 from prefect import task
@@ -15,11 +16,11 @@ from resources.errors import AssayError
 from resources.tracing import mark, span_of_requests
 from tasks.errors import RecordUnwritten
 from tasks.prefect_server.progress import report_event
-from tasks.running.attempt import Interruption
+from tasks.running.attempt import Interruption, RunResources
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.native_jobs import MOST_IN_A_JOB, NativeJobs
-from tasks.running.run_cell import CellContext, run_cell
+from tasks.running.run_cell import run_cell
 from tasks.running.serving import Serving
 from tasks.running.warm import warm_programs
 from tasks.spec.evaluation import EvaluationConfig
@@ -77,23 +78,16 @@ def schedule_cells(
     running: list[Future[Exception | None]] = []
     with warm_programs(on_progress=report_event) as warm, NativeJobs() as native_jobs:
         warm.prepare(configs)
+        resources = RunResources(warm.harness_of, serving, native_jobs, interruption, claimed)
         try:
             for position, cell in enumerate(cells if arriving is None else arriving, start=1):
                 asked = Event()
-                context = CellContext(
-                    position,
-                    len(cells),
-                    warm.harness_of,
-                    native_jobs,
-                    on_open=asked.set,
-                    interruption=interruption,
-                    claimed=claimed,
-                )
                 executor = native_threads if cell.config.native else threads
                 if cell.config.native:
                     native_jobs.expect(position)
                 # The copy of the context carries the Prefect run and the listeners to progress.
-                future = executor.submit(copy_context().run, _run_and_release, cell, serving, context)
+                run = replace(resources, cells=len(cells))  # it grows
+                future = executor.submit(copy_context().run, _run_and_release, cell, run, position, asked.set)
                 running.append(future)
                 while not (cell.config.native or asked.wait(_TURN_SECONDS) or future.done()):
                     pass  # checkpoints are requested in order, though evaluated in parallel
@@ -111,15 +105,15 @@ def schedule_cells(
         raise error
 
 
-def _run_and_release(cell: Cell, serving: Serving | None, context: CellContext) -> Exception | None:
+def _run_and_release(cell: Cell, run: RunResources, position: int, on_open: Callable[[], None]) -> Exception | None:
     try:
         with span_of_requests("cell", **_named(cell)):
-            state = run_cell(cell, serving, context, return_state=True)
+            state = run_cell(cell, run, position=position, on_open=on_open, return_state=True)
             mark(failed=not state.is_completed())
     finally:
-        context.native_jobs.forget(context.position)
-    if context.claimed is not None:
-        context.claimed.release(cell)
+        run.native_jobs.forget(position)
+    if run.claimed is not None:
+        run.claimed.release(cell)
     error = None if state.is_completed() else state.result(raise_on_failure=False)
     recorded = isinstance(error, AssayError) and not isinstance(error, RecordUnwritten)
     return error if isinstance(error, Exception) and not recorded else None

@@ -141,17 +141,15 @@ class PoolServing:
         except BaseException:
             self.shares.leave(name, attempt)
             raise
-        running = replace(opened.running, apply_chat_template=in_chat)
-        return _PoolCell(self.session, opened, running, deaths, self.shares, now)
+        known = {**vars(opened), "running": replace(opened.running, apply_chat_template=in_chat)}
+        return _PoolCell(**known, session=self.session, shares=self.shares, deaths_before=deaths, opened_at=now)
 
 
 @dataclass(frozen=True, eq=False)
-class _PoolCell:
+class _PoolCell(OpenCell):
     session: PoolSession
-    opened: OpenCell
-    running: RunningModel
-    deaths_before: frozenset[tuple[str, int, str | None]]
     shares: SharedSeconds
+    deaths_before: frozenset[tuple[str, int, str | None]]
     opened_at: float
     weighed: tuple[float, ...] = ()
 
@@ -162,12 +160,12 @@ class _PoolCell:
         pass  # each answer comes from a replica that has verified its weights
 
     def counts(self) -> dict[str, int]:
-        return self.session.cell_counts(self.opened).model_dump()
+        return self.session.cell_counts(self).model_dump()
 
     def asked_all(self) -> dict[str, Any]:
         name = self.running.model
-        report = self.session.report_of(name, self.opened)
-        seconds = self.shares.leave(name, self.opened.attempt, self.session.replica_seconds(name))
+        report = self.session.report_of(name, self)
+        seconds = self.shares.leave(name, self.attempt, self.session.replica_seconds(name))
         self.session.unwant(name)
         # If all answers come from the journal, no engine is needed.
         loaded = report.model_dump(exclude=_NOT_RECORDED) if report else {"how": "not needed"}
@@ -180,8 +178,8 @@ class _PoolCell:
         return {**served, "engine_errors": errors} if errors else served
 
     def close(self, *, finished: bool) -> None:
-        self.shares.leave(self.running.model, self.opened.attempt)  # if the pool was gone before asked_all
-        self.session.close_cell(self.opened, finished=finished)
+        self.shares.leave(self.running.model, self.attempt)  # if the pool was gone before asked_all
+        self.session.close_cell(self, finished=finished)
 
 
 def _deaths(session: PoolSession) -> frozenset[tuple[str, int, str | None]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ from resources.settings import settings
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.native import OUTCOME_NAME
 from tasks.records.record import Record
-from tasks.running.attempt import Interruption
+from tasks.running.attempt import Interruption, RunResources
 from tasks.running.cells import Cell, plan_cells
 from tasks.running.native_jobs import NativeJobs
-from tasks.running.run_cell import CellContext, run_cell
+from tasks.running.run_cell import run_cell
 from tasks.running.warm import warm_programs
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -107,13 +108,10 @@ def running(cells: list[Cell], client: Client) -> Iterator[list[Any]]:
         stack.callback(interruption.interrupt)  # if a test fails meanwhile
         for position in range(len(cells)):
             jobs.expect(position)
-        contexts = [
-            CellContext(number, len(cells), warm.harness_of, jobs, interruption=interruption)
-            for number in range(len(cells))
-        ]
+        resources = RunResources(warm.harness_of, native_jobs=jobs, interruption=interruption, cells=len(cells))
         yield [
-            threads.submit(copy_context().run, run_cell.fn, cell, None, context)
-            for cell, context in zip(cells, contexts, strict=True)
+            threads.submit(copy_context().run, partial(run_cell.fn, cell, resources, position=position))
+            for position, cell in enumerate(cells)
         ]
 
 

@@ -22,8 +22,9 @@ from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import evaluator_of, harness_environments
 from tasks.records.record import CheckpointReference, read_record
 from tasks.records.samples import read_samples
+from tasks.running.attempt import RunResources
 from tasks.running.cells import Cell
-from tasks.running.run_cell import CellContext, run_cell
+from tasks.running.run_cell import run_cell
 from tasks.running.serving import EndpointServing
 from tasks.running.warm import Harness
 from tasks.spec.benchmarks import evaluation_hash
@@ -124,7 +125,7 @@ def test_evaluator_from_outside_asks_an_endpoint_and_has_a_record(folder: Path, 
     cell = cell_of(config, str(run))
     served = Servable.from_uri("run-a-100", cell.folder.uri)
     serving = EndpointServing(engine.base_url, {"run-a-100": served})
-    run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness))
+    run_cell.fn(cell, RunResources(lambda _: harness, serving))
     record = read_record(cell.uri)
     assert record is not None and record.succeeded and record.evaluator == "exact_answers"
     assert record.counts is not None and (record.counts.requested, record.counts.scored) == (2, 2)

@@ -55,11 +55,11 @@ from tasks.records.record import (
 )
 from tasks.records.samples import Sample
 from tasks.running.announce import announce
-from tasks.running.attempt import Interruption
+from tasks.running.attempt import Interruption, RunResources
 from tasks.running.cells import Cell, standing_record
 from tasks.running.pricing import cost_of
-from tasks.running.run_cell import CellContext, run_cell
-from tasks.running.serving import EndpointServing, PoolServing, Serving
+from tasks.running.run_cell import run_cell
+from tasks.running.serving import EndpointServing, PoolServing
 from tasks.running.warm import Harness
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
@@ -144,14 +144,14 @@ def make_cell(folder: Path, **changes: Any) -> Cell:
 def test_interrupted_attempt_without_a_pool_ends_all_its_processes(tmp_path: Path):
     cell, interruption = make_cell(tmp_path), Interruption()
     harness = Harness(hanging(tmp_path), Path(sys.executable), None)
-    context = CellContext(1, 1, lambda _: harness, interruption=interruption)
+    context = RunResources(lambda _: harness, interruption=interruption)
 
     def pids() -> list[int]:
         noted = tmp_path / "pids"
         return [int(pid) for pid in noted.read_text().split()] if noted.exists() else []
 
     with ThreadPoolExecutor(1) as threads:
-        attempt = threads.submit(run_cell.fn, cell, None, context)
+        attempt = threads.submit(run_cell.fn, cell, context)
         try:
             eventually(lambda: len(pids()) == 2)
             started = pids()
@@ -166,7 +166,7 @@ def test_interrupted_attempt_without_a_pool_ends_all_its_processes(tmp_path: Pat
     assert record is not None
     assert (record.status, record.interrupted, record.infra_failures) == ("infra_failed", True, 0)
     with pytest.raises(EvaluationInterrupted):
-        run_cell.fn(cell, None, context)
+        run_cell.fn(cell, context)
     assert pids() == started
 
 
@@ -187,16 +187,16 @@ def test_attempt_at_what_was_changed_since_it_was_planned_does_not_succeed(
         else:
             write_safetensors(Path(cell.reference.uri) / "model.safetensors", seed=7)
 
-    def context(harness: Commanded) -> CellContext:
-        return CellContext(1, 1, lambda _: Harness(harness, Path(sys.executable), None))
+    def context(harness: Commanded) -> RunResources:
+        return RunResources(lambda _: Harness(harness, Path(sys.executable), None))
 
-    run_cell.fn(cell, None, context(ending(sound)))
+    run_cell.fn(cell, context(ending(sound)))
     if not meanwhile:
         change()
     again = cell.uri.replace("/out/", "/again/")
     kind: type[AssayError] = BenchmarksChanged if changed == "benchmarks" else CheckpointChanged
     with pytest.raises(kind, match="planned"):
-        run_cell.fn(replace(cell, uri=again), None, context(ending(lambda: sound(change))))
+        run_cell.fn(replace(cell, uri=again), context(ending(lambda: sound(change))))
     record = read_record(again)
     assert record is not None and (record.status, record.metrics) == (kind.record_status, ())
 
@@ -222,9 +222,9 @@ def chips(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def recorded(cell: Cell, serving: Serving | None, context: CellContext) -> Record:
+def recorded(cell: Cell, run: RunResources) -> Record:
     """Runs an attempt that has nothing to decide early; returns its record."""
-    record = run_cell.fn(cell, serving, context)
+    record = run_cell.fn(cell, run)
     assert record is not None
     return record
 
@@ -245,7 +245,7 @@ def test_cell_costs_the_chips_seconds_and_regional_price_of_its_replica(tmp_path
             config = EvaluationConfig.model_validate({**content, "pool_config": pool})
             uri = cell_uri(config, first.reference).replace("/out/", f"/out-{name}/")
             cell = replace(first, config=config, evaluation_hash=evaluation_hash(config), uri=uri)
-            return recorded(cell, serving, CellContext(1, 1, lambda _: harness))
+            return recorded(cell, RunResources(lambda _: harness, serving))
 
         for number, (resources, count) in enumerate([(SLICES, 8), (several, 16), (GANGS, 4), ({"cpu": 2}, 0)]):
             record = run(str(number), resources)
@@ -310,7 +310,7 @@ def test_cell_of_a_benchmark_that_was_never_asked_says_what_its_plan_lets_expect
 
     checkpoint = Servable.from_uri(cell.reference.name, cell.reference.uri)
     with running_proxy(tmp_path) as proxy, session_of(proxy, checkpoint) as session, listening(hear):
-        record = recorded(cell, PoolServing(session), CellContext(1, 1, lambda _: harness))
+        record = recorded(cell, RunResources(lambda _: harness, PoolServing(session)))
     assert record.cost is not None
     if rated:
         predicted = record.cost.predicted
@@ -331,9 +331,9 @@ def test_cell_that_loads_its_checkpoint_itself_costs_the_chips_of_its_job_and_th
     cell = make_cell(tmp_path, resource_config=SLICES)
     records: list[Record] = []
     for harness, ends_well in ((crashing(), False), (crashing(), False), (ending(sound), True)):
-        context = CellContext(1, 1, lambda _, harness=harness: Harness(harness, Path(sys.executable), None))
+        context = RunResources(lambda _, harness=harness: Harness(harness, Path(sys.executable), None))
         with nullcontext() if ends_well else pytest.raises(UnexpectedError):
-            run_cell.fn(cell, None, context)
+            run_cell.fn(cell, context)
         records.append(read_record(cell.uri) or make_record())
     for record in records:
         assert record.chip_seconds == pytest.approx(8 * record.seconds["evaluate"]) and record.chip_seconds > 0
@@ -348,11 +348,11 @@ def test_cost_without_a_price_is_unknown_at_endpoints_and_on_machines(tmp_path: 
     harness = Harness(ending(sound, needs_endpoint=True), Path(sys.executable), None)
     with endpoint(tmp_path, name) as engine:
         serving = EndpointServing(engine.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
-        record = recorded(cell, serving, CellContext(1, 1, lambda _: harness))
+        record = recorded(cell, RunResources(lambda _: harness, serving))
     assert record.cost is not None and record.cost.usd is None and record.spent.price == "unknown"
     assert record.spent.chip_hours == "unknown" and "endpoint of another owner" in (record.cost.why_unknown or "")
     itself = Harness(ending(sound), Path(sys.executable), None)
-    own = recorded(make_cell(tmp_path / "own"), None, CellContext(1, 1, lambda _: itself))
+    own = recorded(make_cell(tmp_path / "own"), RunResources(lambda _: itself))
     assert own.cost is not None and (own.cost.usd, own.spent.price) == (None, "unknown")
     assert own.spent.chip_hours == "0.000", "there are no chips"
 
@@ -383,7 +383,7 @@ def test_attempt_goes_on_when_the_proxy_is_killed_under_it(tmp_path: Path):
             Path(sys.executable),
             None,
         )
-        attempt = threads.submit(run_cell.fn, cell, PoolServing(session), CellContext(1, 1, lambda _: harness))
+        attempt = threads.submit(run_cell.fn, cell, RunResources(lambda _: harness, PoolServing(session)))
         first.process.wait(60)
         with running_proxy(tmp_path, port=first.address.port):
             record = attempt.result(timeout=60)
@@ -406,7 +406,7 @@ def test_record_names_the_first_error_of_an_engine_that_died_meanwhile(tmp_path:
         reasons = []
         for _ in range(2):
             with pytest.raises(EndpointUnusable):
-                run_cell.fn(cell, PoolServing(session), CellContext(1, 1, lambda _: harness))
+                run_cell.fn(cell, RunResources(lambda _: harness, PoolServing(session)))
             record = read_record(cell.uri)
             assert record is not None
             reasons.append(record.reason or "")
@@ -431,7 +431,7 @@ def test_attempt_at_an_endpoint_that_exchanges_its_model_does_not_succeed(tmp_pa
         serving = EndpointServing(first.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
         harness = Harness(ending(lambda: sound(restart), needs_endpoint=True), Path(sys.executable), None)
         with nullcontext() if label == "w0" else pytest.raises(EndpointUnusable, match="to be the same model"):
-            run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness))
+            run_cell.fn(cell, RunResources(lambda _: harness, serving))
     record = read_record(cell.uri)
     assert record is not None and record.status == ("succeeded" if label == "w0" else "infra_failed")
     assert not (Path(cell.uri) / SCOPE_NAME).exists(), "nothing of it is used again"
@@ -446,17 +446,17 @@ def test_attempt_uses_no_answers_of_an_attempt_at_another_model(tmp_path: Path):
         with endpoint(tmp_path, name, label=label) as engine:
             serving = EndpointServing(engine.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
             with pytest.raises(UnexpectedError):
-                run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness))
+                run_cell.fn(cell, RunResources(lambda _: harness, serving))
             scopes.append((Path(cell.uri) / SCOPE_NAME).read_text())
     assert scopes[0] == scopes[1] != scopes[2] == scopes[3]
 
 
 def test_attempt_that_our_own_code_breaks_is_recorded_with_type_and_place_and_counted(tmp_path: Path):
     cell = make_cell(tmp_path)
-    context = CellContext(1, 1, lambda _: Harness(crashing(), Path(sys.executable), None))
+    context = RunResources(lambda _: Harness(crashing(), Path(sys.executable), None))
     for failures in (1, 2):
         with pytest.raises(UnexpectedError):
-            run_cell.fn(cell, None, context)
+            run_cell.fn(cell, context)
         record = read_record(cell.uri)
         assert record is not None and record.reason is not None
         assert (record.status, record.infra_failures, record.interrupted) == ("infra_failed", failures, False)
@@ -468,7 +468,7 @@ def test_failure_with_unwritable_text_is_recorded(tmp_path: Path):
     odd = crashing(BadInput(expected="a name", found=os.fsdecode(b"caf\xe9"), remedy="none"))
     cell = make_cell(tmp_path)
     with pytest.raises(BadInput):
-        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(odd, Path(sys.executable), None)))
+        run_cell.fn(cell, RunResources(lambda _: Harness(odd, Path(sys.executable), None)))
     record = read_record(cell.uri)
     assert record is not None and "caf?" in (record.reason or "")
 
@@ -479,16 +479,16 @@ def test_attempt_is_recorded_though_opening_it_breaks(tmp_path: Path):
 
     cell = make_cell(tmp_path)
     with pytest.raises(UnexpectedError):
-        run_cell.fn(cell, None, CellContext(1, 1, no_harness))
+        run_cell.fn(cell, RunResources(no_harness))
     record = read_record(cell.uri)
     assert record is not None and (record.status, record.infra_failures) == ("infra_failed", 1)
 
 
 def test_attempt_that_a_person_interrupts_leaves_no_record(tmp_path: Path):
     cell = make_cell(tmp_path)
-    context = CellContext(1, 1, lambda _: Harness(crashing(KeyboardInterrupt()), Path(sys.executable), None))
+    context = RunResources(lambda _: Harness(crashing(KeyboardInterrupt()), Path(sys.executable), None))
     with pytest.raises(KeyboardInterrupt):
-        run_cell.fn(cell, None, context)
+        run_cell.fn(cell, context)
     assert read_record(cell.uri) is None
 
 
@@ -498,7 +498,7 @@ def test_attempt_with_unwritable_results_is_recorded_without_them(tmp_path: Path
     odd = ending(lambda: unwritable)
     cell = make_cell(tmp_path)
     with pytest.raises(UnexpectedError):
-        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(odd, Path(sys.executable), None)))
+        run_cell.fn(cell, RunResources(lambda _: Harness(odd, Path(sys.executable), None)))
     record = read_record(cell.uri)
     assert record is not None and (record.status, record.counts) == ("infra_failed", None)
 
@@ -508,7 +508,7 @@ def test_attempt_with_an_unwritable_record_says_so(tmp_path: Path):
     Path(cell.uri).parent.mkdir(parents=True)
     Path(cell.uri).write_text("a file where the folder of the cell is to be")
     with pytest.raises(RecordUnwritten, match=r"run-a-100"):
-        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(crashing(), Path(sys.executable), None)))
+        run_cell.fn(cell, RunResources(lambda _: Harness(crashing(), Path(sys.executable), None)))
 
 
 def with_fallback(cell: Cell) -> Cell:
@@ -586,6 +586,6 @@ def test_multiple_choice_goes_where_the_engines_probe_says_on_any_device(
 
     serving: Any = ByProbe(prompt_logprobs)
     with pytest.raises(UnexpectedError):
-        run_cell.fn(cell, serving, CellContext(1, 1, note))
+        run_cell.fn(cell, RunResources(note, serving))
     assert asked == ["lm_evaluation_harness" if prompt_logprobs else "levanter_lm_evaluation_harness"]
     assert (read_record(cell.uri) is not None) == prompt_logprobs
