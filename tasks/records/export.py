@@ -54,13 +54,13 @@ SPLIT_COLUMNS: dict[str, Kind] = {
 
 
 def _at(path: str) -> Callable[[Measured], Any]:
-    def value(row: Measured) -> Any:
-        found: Any = row
+    def read(row: Measured) -> Any:
+        value: Any = row
         for name in path.split("."):
-            found = None if found is None else getattr(found, name)
-        return found
+            value = None if value is None else getattr(value, name)
+        return value
 
-    return value
+    return read
 
 
 def _of_split(name: str) -> Callable[[Measured], Any]:

@@ -251,8 +251,7 @@ def _replaceable(uri: str, content: bytes) -> Record | None:
     return None
 
 
-def parsed_record(content: bytes, cell_uri: str) -> Record | None:
-    """Parses the content of a cell's record; None if it is no record, or another cell's."""
+def _parsed_record(content: bytes, cell_uri: str) -> Record | None:
     record = _read_in(content, cell_uri)
     return record if isinstance(record, Record) else None
 
@@ -286,7 +285,7 @@ def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:
     uri = record_uri(cell_uri)
     while True:
         standing = read_version(uri)
-        record = parsed_record(standing.content, cell_uri) if standing is not None else None
+        record = _parsed_record(standing.content, cell_uri) if standing is not None else None
         if standing is None or record is None or not states:
             return record
         noted = record.model_copy(update={"sinks": {**record.sinks, **states}})

@@ -46,12 +46,11 @@ def publish_report(config: EvaluationConfig) -> str:
         from tasks.prefect_server.client import show
 
         folder = storage.join(config.evaluation_path, run)
-        show("the report", lambda: publish_artifacts(current_records(records), uri, title=run, records_at=folder))
+        show("the report", lambda: _publish_artifacts(current_records(records), uri, title=run, records_at=folder))
     return uri
 
 
-def publish_artifacts(records: Sequence[Record], page: str, *, title: str, records_at: str) -> None:
-    """Publishes results as a table and a plot in the Prefect UI, with links to the page and to the records."""
+def _publish_artifacts(records: Sequence[Record], page: str, *, title: str, records_at: str) -> None:
     from prefect.artifacts import create_image_artifact, create_link_artifact, create_table_artifact
 
     key = artifact_key(title)

@@ -45,7 +45,7 @@ def chart_of(
                 mean=_mean(means.get(step)),
                 alert=None if (run, step) not in alerts else "acknowledged" if alerts[run, step] else "open",
             )
-            for step, o in outcomes_of(results, column, run)
+            for step, o in _outcomes_of(results, column, run)
             if o.metric or not o.record.succeeded
         )
         curves += [plots.Curve(run, points, *results.place_of(run))] if points else []
@@ -125,7 +125,7 @@ def last_means(
     means: dict[int, LastCheckpoints] = {}
     points: list[Point] = []
     stderrs: list[float | None] = []
-    for step, outcome in outcomes_of(results, column, run):
+    for step, outcome in _outcomes_of(results, column, run):
         if outcome.metric is None or not math.isfinite(outcome.metric.value):
             continue
         if step in broken:
@@ -140,7 +140,7 @@ def last_means(
 def _pieces(results: Results, column: Column, run: str) -> list[list[Point]]:
     broken = {c.step for c in results.build_changes(column) if c.run == run and not c.qualified}
     pieces: list[list[Point]] = [[]]
-    outcomes = outcomes_of(results, column, run)
+    outcomes = _outcomes_of(results, column, run)
     apart = sharing_no_input(outcome.record.checkpoint for _, outcome in outcomes)
     for step, outcome in outcomes:
         if outcome.record.checkpoint in apart and outcome.metric is not None and math.isfinite(outcome.metric.value):
@@ -149,8 +149,7 @@ def _pieces(results: Results, column: Column, run: str) -> list[list[Point]]:
     return pieces
 
 
-def outcomes_of(results: Results, column: Column, run: str) -> list[tuple[int, ColumnResult]]:
-    """Returns the outcomes of a run in a column, by step."""
+def _outcomes_of(results: Results, column: Column, run: str) -> list[tuple[int, ColumnResult]]:
     outcomes = ((c.step, results.outcome(c, column)) for c in results.checkpoints if c.run == run)
     return [(step, outcome) for step, outcome in outcomes if outcome is not None]
 
@@ -162,8 +161,7 @@ class Summary(NamedTuple):
     noise: str
 
 
-def summary(results: Results, column: Column, run: str) -> Summary:
-    """Returns mean and standard error of a run's last checkpoints, and the noise of training; empty during a trend."""
+def _summary(results: Results, column: Column, run: str) -> Summary:
     noises = wavering(results, column)
     latest = _pieces(results, column, run)[-1][-LAST:]
     if run not in noises or (len(latest) == LAST and trends(latest, noises[run].noise)):
@@ -177,7 +175,7 @@ def summary(results: Results, column: Column, run: str) -> Summary:
 
 def summary_rows(results: Results, columns: Sequence[Column], run: str) -> list[tuple[str, list[str]]]:
     """Returns rows about the whole curves of a run, aligned with some columns; leaves out empty rows."""
-    summaries = [summary(results, column, run) for column in columns]
+    summaries = [_summary(results, column, run) for column in columns]
     rows = [
         (f"mean of the last {LAST}, ± standard error", [each.last for each in summaries]),
         ("wavers by, ± standard deviation", [each.noise for each in summaries]),
@@ -191,7 +189,7 @@ def noise_note(results: Results, columns: Sequence[Column]) -> list[str]:
         (column, run, text)
         for column in columns
         for run in results.runs
-        if (text := summary(results, column, run)).noise
+        if (text := _summary(results, column, run)).noise
     ]
     several = len(results.runs) > 1
     lines = [

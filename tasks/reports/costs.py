@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from tasks.records.cost import Spent, sum_of
 from tasks.records.numbers import NOTHING
@@ -12,52 +12,32 @@ from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many, in_few_words, suites_in
 
 
-@dataclass(frozen=True)
-class CostRow:
-    """Cost of some records together, formatted."""
-
+class _CostRow(NamedTuple):
     title: str
     spent: Spent
     predicted: str
-    """Predicted seconds and price of the records with a prediction."""
     guesses: str
-    """Number of guesses among the predictions; empty without guesses."""
     took: str
-    """Actual seconds and price of the same records."""
     ratio: str
-    """Actual divided by predicted seconds."""
 
 
-@dataclass(frozen=True)
-class CostPart:
-    """Cost of all records of a page."""
-
-    total: CostRow
-    checkpoints: tuple[CostRow, ...]
-    evaluations: tuple[CostRow, ...]
-    lists: tuple[str, ...]
-    """Price lists with dates, sources and regions."""
-    unknown: tuple[str, ...]
-    """Reasons for unknown prices."""
-
-
-def cost_part(records: Sequence[Record]) -> CostPart:
-    """Returns the cost of some records."""
+def cost_part(records: Sequence[Record]) -> dict[str, Any]:
+    """Returns predicted and actual cost of some records, formatted, with price lists and reasons for unknown prices."""
     whys = [record.cost.why_unknown for record in records]
-    return CostPart(
-        total=_row("all", records),
-        checkpoints=_rows(records, lambda record: record.checkpoint.name),
-        evaluations=_rows(records, _evaluation),
-        lists=tuple(dict.fromkeys(filter(None, map(_list_of, records)))),
-        unknown=tuple(f"{how_many(whys.count(why), 'cell')}: {why}" for why in dict.fromkeys(filter(None, whys))),
-    )
+    return {
+        "total": _row("all", records),
+        "checkpoints": _rows(records, lambda record: record.checkpoint.name),
+        "evaluations": _rows(records, _evaluation),
+        "lists": list(dict.fromkeys(filter(None, map(_list_of, records)))),
+        "unknown": [f"{how_many(whys.count(why), 'cell')}: {why}" for why in dict.fromkeys(filter(None, whys))],
+    }
 
 
-def _rows(records: Sequence[Record], title_of: Callable[[Record], str]) -> tuple[CostRow, ...]:
+def _rows(records: Sequence[Record], title_of: Callable[[Record], str]) -> list[_CostRow]:
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(title_of(record), []).append(record)
-    return tuple(_row(title, group) for title, group in groups.items())
+    return [_row(title, group) for title, group in groups.items()]
 
 
 def _evaluation(record: Record) -> str:
@@ -66,7 +46,7 @@ def _evaluation(record: Record) -> str:
     return f"{', '.join(suites)} · {asked}" if suites else asked
 
 
-def _row(title: str, records: Sequence[Record]) -> CostRow:
+def _row(title: str, records: Sequence[Record]) -> _CostRow:
     both = [(record, record.cost.predicted) for record in records if record.cost.predicted is not None]
     expected = sum(predicted.seconds for _, predicted in both)
     seconds = sum(sum(record.seconds.values()) for record, _ in both)
@@ -78,7 +58,7 @@ def _row(title: str, records: Sequence[Record]) -> CostRow:
     whole = bool(priced) and len(priced) == len(both)  # otherwise USD would cover fewer cells than the seconds
     usd = (sum(expected for expected, _ in priced), sum(actual for _, actual in priced)) if whole else None
     guesses = sum(predicted.how == "guess" for _, predicted in both)
-    return CostRow(
+    return _CostRow(
         title=title,
         spent=sum_of(record.spent for record in records),
         predicted=_amount(expected, usd and usd[0]) if both else NOTHING,

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from resources.errors import StorageError
 from resources.storage import storage
@@ -41,46 +41,11 @@ _REMARKS = {
 }
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A value shared by some records, and a text that names the records, empty for all."""
 
     value: Any
     record_names: str
-
-
-@dataclass(frozen=True)
-class Page:
-    """A page of a cell made by the harness; `address` is None if it cannot be linked."""
-
-    checkpoint: str
-    title: str
-    address: str | None
-    place: str
-
-
-@dataclass(frozen=True)
-class EvaluatorPart:
-    """An evaluator: description, outcomes of its cells, judges, and pages."""
-
-    title: str
-    note: str
-    cells: int
-    succeeded: int
-    judges: tuple[Group, ...]
-    remarks: tuple[str, ...]
-    pages: tuple[Page, ...]
-
-
-@dataclass(frozen=True)
-class SinkPart:
-    """A sink: number of records, their addresses, and reasons of failures."""
-
-    name: str
-    published: int
-    failed: int
-    places: tuple[str, ...]
-    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -107,37 +72,50 @@ class EarlyPart:
         return f"[{measured(self.score.low, None)}, {measured(self.score.high, None)}]"
 
 
-def evaluator_parts(records: Sequence[Record], *, records_at: str | None, page: str | None) -> list[EvaluatorPart]:
-    """Returns a part for each evaluator of some records; the other arguments as in `links_of`."""
+def evaluator_parts(records: Sequence[Record], *, records_at: str | None, page: str | None) -> list[dict[str, Any]]:
+    """Returns description, outcomes, judges and pages of each evaluator; the other arguments as in `links_of`.
+
+    `address` of a page is None if it cannot be linked.
+    """
     return [
-        EvaluatorPart(
-            title=evaluator_title(evaluator),
-            note=_NOTES.get(evaluator, ""),
-            cells=len(mine),
-            succeeded=sum(record.succeeded for record in mine),
-            judges=tuple(group for group in same(mine, judge_of) if group.value),
-            remarks=tuple(remarks([record.counts for record in mine])),
-            pages=tuple(
-                Page(record.checkpoint.name, title, address, f"{record.cell}/{record.links[title]}")
+        {
+            "title": evaluator_title(evaluator),
+            "note": _NOTES.get(evaluator, ""),
+            "cells": len(mine),
+            "succeeded": sum(record.succeeded for record in mine),
+            "judges": [group for group in same(mine, judge_of) if group.value],
+            "remarks": remarks([record.counts for record in mine]),
+            "pages": [
+                {
+                    "name": f"{record.checkpoint.name}: {title}",
+                    "address": address,
+                    "place": f"{record.cell}/{record.links[title]}",
+                }
                 for record in mine
                 for title, address in links_of(record, records_at=records_at, page=page)
-            ),
-        )
+            ],
+        }
         for evaluator in _evaluators(records)
         if (mine := [record for record in records if record.evaluator == evaluator])
     ]
 
 
-def sink_parts(records: Sequence[Record]) -> list[SinkPart]:
-    """Returns a part for each sink in some records."""
-    names = sorted({name for record in records for name in record.sinks})
-    parts = []
-    for name in names:
+def sink_parts(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Returns the number of records, their addresses, and reasons of failures for each sink."""
+    parts: list[dict[str, Any]] = []
+    for name in sorted({name for record in records for name in record.sinks}):
         states = [record.sinks[name] for record in records if name in record.sinks]
         failed = [state for state in states if state.status == "failed"]
         places = dict.fromkeys(state.where for state in states if state.where and state.status == "published")
-        reasons = dict.fromkeys(state.reason for state in failed if state.reason)
-        parts.append(SinkPart(name, len(states) - len(failed), len(failed), tuple(places), tuple(reasons)))
+        parts.append(
+            {
+                "name": name,
+                "published": len(states) - len(failed),
+                "failed": len(failed),
+                "places": list(places),
+                "reasons": list(dict.fromkeys(state.reason for state in failed if state.reason)),
+            }
+        )
     return parts
 
 
@@ -215,8 +193,7 @@ def _evaluators(records: Sequence[Record]) -> list[str]:
     return sorted({record.evaluator for record in records}, key=evaluator_place)
 
 
-SHOWN_QUESTIONS = 20
-"""Largest number of questions that an alert lists by name."""
+_SHOWN_QUESTIONS = 20
 _PROMPT_CHARACTERS = 160
 
 
@@ -304,7 +281,7 @@ def _lost(alert: Alert, results: Results, scores: QuestionScores, records_at: st
             return changes
         lost = sorted(changes, key=lambda name: (changes[name], *name))[: sum(c < 0 for c in changes.values())]
         won = sum(change > 0 for change in changes.values())
-        return LostQuestions(len(lost), won, len(changes), _with_prompts(lost[:SHOWN_QUESTIONS], after))
+        return LostQuestions(len(lost), won, len(changes), _with_prompts(lost[:_SHOWN_QUESTIONS], after))
     except StorageError as error:
         return error.found
 

@@ -96,8 +96,7 @@ def _device(record: Record) -> dict[str, Any]:
     return {"engine on": record.served["device"]} if record.served.get("device") else {}
 
 
-def asked_so(record: Record) -> dict[str, Any]:
-    """Returns the known facts on how requests were built: seeds, first token, template, data, controls."""
+def _asked_so(record: Record) -> dict[str, Any]:
     asking, details = record.asking, record.details.items()
     facts = {
         "seeds": asking.seeds,
@@ -123,7 +122,7 @@ PROVENANCE: dict[str, Callable[[Record], Any]] = {
     "Versions": lambda record: {name: version for name, version in record.versions.items() if name not in _JUDGED},
     "Engine": engine_of,
     "Hardware": lambda record: {**record.hardware, **_device(record)},
-    "Asked": asked_so,
+    "Asked": _asked_so,
     "Records": lambda record: _INTEGRITY[integrity(record)],
     "Tags": lambda record: list(record.tags),
 }

@@ -83,8 +83,7 @@ _MEAN = re.compile(r"mean of last ([1-9]\d*)")
 _OTHER_RUN = re.compile(r"(?:(.+):(?!//))?([^/:@]+)@same (step|tokens)")
 
 
-def baseline_name(text: str) -> BaselineName:
-    """Parses the baseline text of a rule."""
+def _baseline_name(text: str) -> BaselineName:
     if text in ("previous", "best"):
         return EarlierCheckpoints(text)
     if mean := _MEAN.fullmatch(text):
@@ -118,7 +117,7 @@ class BaselineRule(_Scored):
     @field_validator("not_worse_than")
     @classmethod
     def _is_a_baseline(cls, text: str) -> str:
-        baseline_name(text)
+        _baseline_name(text)
         return text
 
     @model_validator(mode="after")
@@ -131,7 +130,7 @@ class BaselineRule(_Scored):
 
     @property
     def baseline(self) -> BaselineName:
-        return baseline_name(self.not_worse_than)
+        return _baseline_name(self.not_worse_than)
 
     @property
     def words(self) -> str:

@@ -121,11 +121,6 @@ def test_cluster_counts_as_a_single_draw_so_that_its_repeats_prove_nothing():
     assert repeated.asked == 5 * alone.asked
 
 
-def test_score_outside_of_its_range_is_refused():
-    with pytest.raises(ValueError, match=r"a score of 1\.5"):
-        decision([1.0, 0.0], margin=0.1).add([1.5])
-
-
 def test_questions_of_a_decided_score_are_not_asked_while_another_is_undecided():
     request = {
         "draws": list(range(400)),
@@ -318,6 +313,8 @@ def test_verdict_is_taken_from_the_answers_once_more(tmp_path: Path):
     early = wanted_early(tmp_path)
     [score] = scores_decided(answers(early)[:120], early)
     assert (score.verdict, score.questions, score.baseline) == ("not worse", 200, "run-a-100") and score.asked < 120
+    with pytest.raises(ValueError, match=r"a score of 1\.5"):
+        decision([1.0, 0.0], margin=0.1).add([1.5])
     for few in (answers(early)[:5], [*answers(early)[:5], answers(early, metric="other")[5]]):
         with pytest.raises(CountsDisagree):
             scores_decided(few, early)
@@ -427,11 +424,10 @@ def test_verdict_is_no_record_for_readers_of_scores(tmp_path: Path):
 
 
 def page_of(folder: Path, *, run: str | None = None) -> tuple[str, str]:
-    """Returns the written page's section with early verdicts, and the rest without its last line."""
+    """Returns the written page's section with early verdicts, and the rest."""
     file = folder / "page.html"
     write_report(read_records(str(folder)), str(file), title="t", records_at=str(folder), run=run)
-    page = file.read_text().partition("\n<!-- made from")[0]
-    before, start, rest = page.partition('<section aria-labelledby="early">')
+    before, start, rest = file.read_text().partition('<section aria-labelledby="early">')
     section, end, after = rest.partition("</section>\n")
     return start + section + end, before + after
 
@@ -561,17 +557,16 @@ def test_gate_judges_by_early_verdicts_only_if_configured(tmp_path: Path, score:
 
 @pytest.mark.parametrize(
     ("options", "problem"),
-    [(["--early"], "no gate"), (["--finish"], "no gate"), (["--gate", "GATE", "--early", "--finish"], "both")],
+    [
+        (["--early"], "found=no gate"),
+        (["--finish"], "found=no gate"),
+        (["--gate", "GATE", "--early", "--finish"], "found=both"),
+        (["--gate", "GATE", "--finish"], "early verdicts"),
+    ],
 )
 def test_options_of_early_decisions_that_cannot_be_right_are_refused(tmp_path: Path, options: list[str], problem: str):
     (tmp_path / "GATE").write_text(json.dumps({"rules": [RULE]}))
     given = [str(tmp_path / "GATE") if option == "GATE" else option for option in options]
-    done = invoke(["evaluate", "--model", "nowhere", "--eval", "demo_facts", *given])
-    assert isinstance(done.exception, BadInput) and done.exception.found == problem
-
-
-def test_finishing_without_an_early_verdict_is_refused(tmp_path: Path):
-    (tmp_path / "GATE").write_text(json.dumps({"rules": [RULE]}))
-    arguments = ["--model", "nowhere", "--eval", "demo_facts", "--gate", str(tmp_path / "GATE"), "--finish"]
-    done = invoke(["evaluate", *arguments, "--output", str(tmp_path)])
-    assert isinstance(done.exception, BadInput) and "early verdicts" in done.exception.expected
+    done = invoke(["evaluate", "--model", "nowhere", "--eval", "demo_facts", "--output", str(tmp_path), *given])
+    assert isinstance(done.exception, BadInput)
+    assert problem in f"{done.exception.expected} found={done.exception.found}"
