@@ -16,7 +16,6 @@ from pools.weights.model_files import digest_model_folder
 from pools.weights.staging import Staging
 from resources.environments.environments import ensure_environment
 from resources.errors import BadInput, StorageError
-from resources.storage import storage
 from resources.storage.mlflow_artifacts import pinned
 from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
 from tasks.checkpoints.run_snapshot import expand_runs, snapshot_run
@@ -103,16 +102,6 @@ def test_alias_and_latest_are_pinned_to_a_version(logged: Logged):
     assert pinned("models:/llama/latest") == "models:/llama/2"
     assert pinned("models:/llama@champion/hf/step-5") == "models:/llama/2/hf/step-5"
     assert pinned("models:/llama/1") == "models:/llama/1"
-
-
-def test_ranges_of_an_artifact_are_those_of_the_file(logged: Logged):
-    name = next(file.name for file in logged.model.iterdir() if file.suffix == ".safetensors")
-    content, uri = (logged.model / name).read_bytes(), f"runs:/{logged.run_id}/model/{name}"
-    assert storage.read_bytes(uri) == content
-    assert storage.read_bytes(uri, start=10, end=20) == content[10:20]
-    assert storage.read_bytes(uri, start=len(content) - 3) == content[-3:]
-    with pytest.raises(FileNotFoundError):
-        storage.read_bytes(f"{uri}.not")
 
 
 @pytest.mark.parametrize(

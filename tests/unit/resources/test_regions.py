@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from decimal import Decimal
 from pathlib import Path
 
@@ -12,13 +13,22 @@ from pydantic import ValidationError
 from resources.config import ResourceConfig
 from resources.errors import BadInput, NoMatchingRegion
 from resources.regions.region_table import Regions
-from resources.regions.regions import known_regions, load_regions, price_per_hour, regions_file, regions_for
-from resources.settings import settings
+from resources.regions.regions import (
+    known_regions,
+    load_regions,
+    price_per_hour,
+    regions_file,
+    regions_for,
+    tariff_in,
+    tariff_of,
+)
+from resources.settings import settings, variable_set
 from resources.tpu import TPU_TOPOLOGIES
 
 CONTENT = {
     "prices": {
         "as_of": "2025-01-01",
+        "source": "the contract of January",
         "chip_hour": {"v4": {"on_demand": 3, "preemptible": 1}, "H100": {"on_demand": 10}},
         "vcpu_hour": {"on_demand": 0.5, "preemptible": 0.25},
         "memory_gb_hour": {"on_demand": 0.125, "preemptible": 0.125},
@@ -32,6 +42,7 @@ CONTENT = {
             "tpus": {"v4": ["us-near1-a"]},
             "gpus": {"H100": ["us-near1-a"], "T4": ["us-near1-a"]},
             "buckets": ["data-near"],
+            "ray_address": "ray://head:10001",
         },
         {
             "name": "europe-far1",
@@ -155,3 +166,44 @@ def test_our_own_regions_offer_known_slices_and_have_a_price_for_each_device():
         asked += [ResourceConfig.with_gpu(model) for model in region.gpus] + [ResourceConfig()]
         assert not [resources.device for resources in asked if not price_per_hour(region, resources)], region.name
     assert ours.named("eu-west4").name == "europe-west4"
+
+
+SLICES = ResourceConfig.with_tpu("v4-8", slice_count=4)
+ELSEWHERE = "iris://elsewhere:10000"
+
+
+def test_tariff_is_per_replica_in_the_backends_region_with_its_source():
+    tariff = tariff_of(SLICES, backend="ray://head:10001", regions=REGIONS)
+    assert (tariff.usd_per_hour, tariff.region, tariff.preemptible) == (4, "us-near1", True)
+    assert (tariff.as_of, tariff.source) == (date(2025, 1, 1), "the contract of January")
+    named = SLICES.model_copy(update={"regions": ("us-near1",), "preemptible": False})
+    assert tariff_of(named, backend=ELSEWHERE, regions=REGIONS).usd_per_hour == 12
+    noted = REGIONS.model_copy(update={"prices": REGIONS.prices.model_copy(update={"source": "", "note": "a guess"})})
+    assert tariff_in(noted.regions[0], SLICES, noted).source == "a guess"
+
+
+@pytest.mark.parametrize(
+    ("resources", "backend", "why"),
+    [
+        (SLICES, ELSEWHERE, "neither the backend nor resources.regions says which region"),
+        (SLICES.model_copy(update={"regions": ("us-near1", "europe-far1")}), ELSEWHERE, "neither the backend nor"),
+        (ResourceConfig.with_gpu("H100"), "ray://head:10001", "no price for it in us-near1, preemptible"),
+        (ResourceConfig.with_gpu("auto"), "ray://head:10001", "no price for it in us-near1"),
+        (ResourceConfig(regions=("nowhere",)), ELSEWHERE, "'nowhere'"),
+    ],
+)
+def test_tariff_without_a_price_says_why(resources: ResourceConfig, backend: str, why: str):
+    tariff = tariff_of(resources, backend=backend, regions=REGIONS)
+    assert tariff.usd_per_hour is None
+    assert why in (tariff.why_unknown or "")
+
+
+def test_tariff_of_this_machine_is_its_regions():
+    two = ResourceConfig(cpu=2, ram="4g", preemptible=False)
+    with variable_set("ASSAY_REGION", "europe-far1"):
+        here = tariff_of(two, backend=None, regions=REGIONS)
+    assert here.usd_per_hour == pytest.approx(float(price_per_hour(REGIONS.regions[1], two) or 0), abs=1e-6)
+    assert here.region == "europe-far1"
+    with variable_set("ASSAY_REGION", "elsewhere"):
+        unknown = tariff_of(two, backend=None, regions=REGIONS)
+    assert (unknown.usd_per_hour, unknown.why_unknown) == (None, "the price list has no region elsewhere")
