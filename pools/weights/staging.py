@@ -48,20 +48,16 @@ _GIVE_WAY_SECONDS = 30.0  # time for the prefetch to finish its ranges; then bot
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class StagedFolder:
-    """A local model folder that is not evicted before `release`, or the end of the `with` block."""
+    """A local model folder that is not evicted before `release`, or the end of the `with` block.
 
-    def __init__(self, hold: Hold, verify: Callable[[], None]) -> None:
-        self.path = hold.path
-        self._hold = hold
-        self._verify = verify
+    `verify` raises if it differs from the plan. `release` is idempotent, and never touches files of a local checkpoint.
+    """
 
-    def verify(self) -> None:
-        self._verify()
-
-    def release(self) -> None:
-        """Allows the folder to be evicted. Idempotent; the files of a local checkpoint are never touched."""
-        self._hold.release()
+    path: Path
+    verify: Callable[[], None]
+    release: Callable[[], None]
 
     def __enter__(self) -> StagedFolder:
         return self
@@ -115,7 +111,7 @@ class Staging:
         try:
             if _is_linked(uri):
                 hold = self._hold_links(uri)
-                staged = StagedFolder(hold, partial(_verify_links, hold.path, uri, digests))
+                verify = partial(_verify_links, hold.path, uri, digests)
             else:
                 hold = self._hold_copy(
                     _PlannedCheckpoint(uri, digests),
@@ -123,17 +119,17 @@ class Staging:
                     stopped=self._closed.is_set,
                     on_progress=on_progress,
                 )
-                staged = StagedFolder(hold, partial(self._verify_copy, uri, digests.checkpoint))
+                verify = partial(self._verify_copy, uri, digests.checkpoint)
         except CopyStopped:
             raise StorageError(
                 expected=f"to copy {uri}", found="staging was closed", remedy="run again: what arrived is kept"
             ) from None
         try:
-            staged.verify()
+            verify()
         except BaseException:
-            staged.release()
+            hold.release()
             raise
-        return staged
+        return StagedFolder(hold.path, verify, hold.release)
 
     def prefetch(self, uri: str, digests: ModelDigests) -> None:
         """Starts staging in the background, a checkpoint at a time; only the last waiting checkpoint is kept.

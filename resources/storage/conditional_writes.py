@@ -10,11 +10,10 @@ import fcntl
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -49,12 +48,8 @@ def read_version(uri: str) -> Version | None:
 def replace_bytes(uri: str, content: bytes, *, standing: Version, mode: int = 0o644) -> bool:
     """Replaces a file if it still equals `standing`; returns False if it has changed or is gone."""
     if standing.tag is None:
-        with _unchanged(uri, standing) as unchanged:
-            if unchanged:
-                storage.write_bytes(uri, content, mode=mode)
-            return unchanged
-    store, path = _store(uri)
-    bucket, key, _ = store.split_path(path)
+        return _change_locked(uri, standing, lambda: storage.write_bytes(uri, content, mode=mode))
+    store, bucket, key = _store(uri)
     with storage.reported(uri, "replace"):
         if _protocol(uri) in _AMAZON:
             done = _done(store.call_s3, "put_object", Bucket=bucket, Key=key, Body=content, IfMatch=standing.tag)
@@ -75,12 +70,9 @@ def replace_bytes(uri: str, content: bytes, *, standing: Version, mode: int = 0o
 def delete_version(uri: str, *, standing: Version) -> None:
     """Deletes a file if it is unchanged."""
     if standing.tag is None:
-        with _unchanged(uri, standing) as unchanged:
-            if unchanged:
-                storage.delete(uri)
+        _change_locked(uri, standing, lambda: storage.delete(uri))
         return
-    store, path = _store(uri)
-    bucket, key, _ = store.split_path(path)
+    store, bucket, key = _store(uri)
     with storage.reported(uri, "delete"):
         if _protocol(uri) in _AMAZON:
             _done(store.call_s3, "delete_object", Bucket=bucket, Key=key, IfMatch=standing.tag)
@@ -108,40 +100,42 @@ def creates_exclusively(folder: str) -> bool:
         storage.delete(probe)
 
 
-@contextmanager
-def _unchanged(uri: str, standing: Version) -> Iterator[bool]:
+def _change_locked(uri: str, standing: Version, change: Callable[[], None]) -> bool:
     with ExitStack() as locks:
         if _protocol(uri) == "memory":
             locks.enter_context(_MEMORY)
         try:
             if storage.is_local(uri):
-                folder = os.open(Path(storage.local_path(uri)).absolute().parent, os.O_RDONLY)
+                folder = os.open(storage.local_path(uri).absolute().parent, os.O_RDONLY)
                 locks.callback(os.close, folder)
                 with suppress(OSError):  # some network file systems lock no folders
                     fcntl.flock(folder, fcntl.LOCK_EX)
-            unchanged = storage.read_bytes(uri) == standing.content
+            if storage.read_bytes(uri) != standing.content:
+                return False
         except FileNotFoundError:
-            unchanged = False
-        yield unchanged
+            return False
+        change()
+        return True
 
 
 def _protocol(uri: str) -> str:
     return uri.partition("://")[0] if "://" in uri else "file"
 
 
-def _store(uri: str) -> tuple[Any, str]:
+def _store(uri: str) -> tuple[Any, str, str]:
     filesystem, path = fsspec.core.url_to_fs(uri)
     filesystem.invalidate_cache()
-    return filesystem, path
+    bucket, key, _ = filesystem.split_path(path)
+    return filesystem, bucket, key
 
 
 def _tag(uri: str) -> str | None:
     protocol = _protocol(uri)
     if protocol not in (*_GOOGLE, *_AMAZON):
         return None
-    filesystem, path = _store(uri)
-    status = filesystem.info(path)
-    tag = status.get("generation") if protocol in _GOOGLE else status.get("ETag")
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    filesystem.invalidate_cache()
+    tag = filesystem.info(path).get("generation" if protocol in _GOOGLE else "ETag")
     return str(tag) if tag is not None else None
 
 

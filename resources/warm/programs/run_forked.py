@@ -76,12 +76,11 @@ def connect(path: str, wait_seconds: float) -> socket.socket:
         connection.connect(path)
         if connection.recv(len(READY)) != READY:
             raise Unavailable("the fork server ended before it was ready")
-    except TimeoutError as error:
-        connection.close()
-        raise Unavailable(f"the fork server was not ready within {wait_seconds:g} s") from error
     except OSError as error:
         connection.close()
-        raise Unavailable(f"the fork server does not answer ({error.strerror})") from error
+        late = isinstance(error, TimeoutError)
+        reason = f"was not ready within {wait_seconds:g} s" if late else f"does not answer ({error.strerror})"
+        raise Unavailable(f"the fork server {reason}") from error
     connection.settimeout(None)
     return connection
 

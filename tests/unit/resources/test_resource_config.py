@@ -86,6 +86,8 @@ def test_tpu_config_accepts_the_names_people_use() -> None:
 def test_wrong_resources_are_refused_with_their_remedy(content: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ResourceConfig.model_validate(content)
+    with pytest.raises(ValidationError, match="frozen"):
+        ResourceConfig().cpu = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_alternative_tpu_types_have_the_same_shape() -> None:

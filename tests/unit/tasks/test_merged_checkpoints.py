@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from fakes.cli import invoke
 from fakes.models import write_checkpoint, write_run
 from pools.weights.merges import locations_of
-from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import BadInput, CheckpointError
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.errors import NoCheckpoints
@@ -33,21 +32,6 @@ def run(tmp_path: Path) -> Path:
 def steps_in(name: str) -> list[int]:
     [merged] = find_checkpoints(name)
     return [checkpoint.step for checkpoint in merged.inputs]
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ("10..30", [10, 20, 30]),
-        ("..20", [10, 20]),
-        ("25..", [30, 40]),
-        ("..", [10, 20, 30, 40]),
-        ("last:3", [20, 30, 40]),
-        ("40+10", [40, 10]),
-    ],
-)
-def test_steps_of_a_run_are_parsed_from_the_name(run: Path, steps: str, expected: list[int]) -> None:
-    assert steps_in(f"mean({run}@{steps})") == expected
 
 
 def test_merged_checkpoint_has_run_and_step_of_its_last_input(run: Path) -> None:
@@ -183,15 +167,6 @@ def test_options_of_a_merge_that_cannot_be_right_are_refused(asked: dict[str, An
 def test_merge_of_relative_paths_means_another_place_in_another_folder() -> None:
     assert is_relative("mean(runs/a@last:5)")
     assert not is_relative("mean(/runs/a@last:5)") and not is_relative("mean(gs://b/a@last:5)")
-
-
-def test_digest_of_a_merge_is_planned_without_its_weights_being_computed(run: Path) -> None:
-    [merged] = find_checkpoints(f"mean({run}@last:2)")
-    assert merged.folder is not None
-    digests = digest_model_folder(merged.folder)
-    last = digest_model_folder(inspect_model_folder(f"{run}/hf/step-40"))
-    assert (digests.tokenizer, digests.config) == (last.tokenizer, last.config)
-    assert digests.weights != last.weights
 
 
 def test_merged_checkpoint_is_written_whole_into_a_folder_of_its_own_and_nowhere_else(
