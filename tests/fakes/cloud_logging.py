@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from google.auth.credentials import AnonymousCredentials
+
+from fakes.http_server import Answer, Request, http_server
 
 PAGE = 2
 _CONDITION = re.compile(r'(?P<field>[\w.]+|labels\."[^"]+")(?P<operator>>?=)"(?P<value>[^"]*)"')
@@ -59,30 +59,15 @@ def entry(job: str, at: str, text: str, *, payload: str = "textPayload") -> dict
 def cloud_logging(*entries: dict[str, Any]) -> Iterator[CloudLogging]:
     project = CloudLogging(list(entries))
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            known = self.path.split("?")[0] == "/v2/entries:list"
-            refused = {"error": {"code": project.status, "message": "The caller does not have permission"}}
-            content = project.answer(body) if known and project.status == 200 else refused
-            self.send_response(project.status if known else 404)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(content).encode())
+    def answer(request: Request) -> Answer:
+        known = request.path.split("?")[0] == "/v2/entries:list"
+        refused = {"error": {"code": project.status, "message": "The caller does not have permission"}}
+        content = project.answer(json.loads(request.body)) if known and project.status == 200 else refused
+        headers = {"Content-Type": "application/json"}
+        return project.status if known else 404, headers, json.dumps(content).encode()
 
-        def log_message(self, format: str, *args: Any) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    project.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    with http_server(answer) as project.url:
         yield project
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def _meets(entry: dict[str, Any], condition: dict[str, str]) -> bool:

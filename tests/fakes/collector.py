@@ -6,26 +6,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from fakes.http_server import Answer, Request, http_server
 
 
 @dataclass
 class Collector:
     """Address of a collector and its received spans. It answers nothing while `silent`."""
 
-    port: int = 0
+    url: str = ""
     spans: list[Span] = field(default_factory=list)
     services: set[str] = field(default_factory=set)
     silent: bool = False
     released: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def url(self) -> str:
-        """Base address, for OTEL_EXPORTER_OTLP_ENDPOINT."""
-        return f"http://127.0.0.1:{self.port}"
 
     def paths(self) -> list[str]:
         """Returns each span's path from the root, names joined by /, sorted by start."""
@@ -47,30 +43,18 @@ class Collector:
 def collector(*, silent: bool = False) -> Iterator[Collector]:
     started = Collector(silent=silent)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if started.silent:
-                started.released.wait()
-                return
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                names = {item.key: item.value.string_value for item in resource.resource.attributes}
-                started.services.add(names["service.name"])
-                started.spans += [span for scope in resource.scope_spans for span in scope.spans]
-            self.send_response(200 if self.path == "/v1/traces" else 404)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    def answer(request: Request) -> Answer:
+        if started.silent:
+            started.released.wait()
+            return 503, {}, b""
+        for resource in ExportTraceServiceRequest.FromString(request.body).resource_spans:
+            names = {item.key: item.value.string_value for item in resource.resource.attributes}
+            started.services.add(names["service.name"])
+            started.spans += [span for scope in resource.scope_spans for span in scope.spans]
+        return 200 if request.path == "/v1/traces" else 404, {}, b""
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    started.port = server.server_port
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield started
-    finally:
-        started.released.set()
-        server.shutdown()
-        server.server_close()
+    with http_server(answer) as started.url:
+        try:
+            yield started
+        finally:
+            started.released.set()

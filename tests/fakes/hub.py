@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from fakes.http_server import Answer, Request, http_server
 
 
 @dataclass
@@ -28,7 +28,7 @@ class FakeHub:
     def commit(self, repository: str) -> str:
         return hashlib.sha1(repr(sorted(self.repositories[repository].items())).encode()).hexdigest()
 
-    def answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def answer(self, method: str, path: str, body: bytes) -> Answer:
         if self.limited > 0:
             self.limited -= 1
             return 429, {"Retry-After": "1"}, b"{}"
@@ -44,7 +44,7 @@ class FakeHub:
                 return self._file(name, files, revision, file)
         return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
 
-    def _file(self, name: str, files: dict[str, bytes], revision: str, file: str) -> tuple[int, dict[str, str], bytes]:
+    def _file(self, name: str, files: dict[str, bytes], revision: str, file: str) -> Answer:
         commit = self.commit(name)
         if revision not in ("main", commit):
             return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
@@ -53,7 +53,7 @@ class FakeHub:
         etag = hashlib.sha1(files[file]).hexdigest()
         return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": commit}, files[file]
 
-    def _api(self, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def _api(self, path: str, body: bytes) -> Answer:
         for name, files in self.repositories.items():
             if path != name and not path.startswith(f"{name}/"):
                 continue
@@ -88,38 +88,15 @@ class FakeHub:
 def running_hub(repositories: dict[str, dict[str, bytes]]) -> Iterator[FakeHub]:
     hub = FakeHub(repositories)
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(request: Request) -> Answer:
+        hub.requests.append(f"{request.method} {request.path}")
+        status, headers, content = hub.answer(request.method, request.path, request.body)
+        if (span := request.headers.get("Range")) and status == 200:
+            first, _, last = span.removeprefix("bytes=").partition("-")
+            part = content[int(first) : int(last) + 1 if last else None]
+            headers = {**headers, "Content-Range": f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"}
+            status, content = 206, part
+        return status, headers, content
 
-        def _any(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            hub.requests.append(f"{self.command} {self.path}")
-            status, headers, content = hub.answer(self.command, self.path, body)
-            if (span := self.headers.get("Range")) and status == 200:
-                first, _, last = span.removeprefix("bytes=").partition("-")
-                part = content[int(first) : int(last) + 1 if last else None]
-                headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
-                status, content = 206, part
-            self.send_response(status)
-            for key, value in headers.items():
-                self.send_header(key, value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
-
-        do_GET = do_HEAD = do_POST = _any
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    with http_server(answer) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()

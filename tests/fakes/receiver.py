@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from fakes.http_server import Answer, Request, http_server
 
 
 @dataclass
 class Receiver:
     """Port of the receiver, and the received JSON by path."""
 
-    port: int
+    port: int = 0
     posted: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def got(self, path: str, number: int) -> list[dict[str, Any]]:
@@ -26,22 +26,12 @@ class Receiver:
 
 @contextmanager
 def receiver() -> Iterator[Receiver]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            started.posted.setdefault(self.path, []).append(content)
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    started = Receiver()
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+    def answer(request: Request) -> Answer:
+        started.posted.setdefault(request.path, []).append(json.loads(request.body))
+        return 200, {}, b""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    started = Receiver(server.server_port)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
+    with http_server(answer) as address:
+        started.port = int(address.rpartition(":")[2])
         yield started
-    finally:
-        server.shutdown()
-        server.server_close()

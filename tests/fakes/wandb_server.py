@@ -10,8 +10,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from fakes.http_server import Answer, Request, http_server
 
 _RUN_STREAM = re.compile(r"/files/[^/]+/[^/]+/([^/]+)/file_stream")
 
@@ -135,41 +136,22 @@ class FakeWandb:
 def fake_wandb() -> Iterator[FakeWandb]:
     kept = FakeWandb()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(request: Request) -> Answer:
+        body = request.body
+        if request.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        content: dict[str, Any] = {}
+        if request.path == "/graphql":
+            _, _, signed = request.headers.get("Authorization", "").partition(" ")
+            kept.keys.add(base64.b64decode(signed).decode().partition(":")[2])
+            asked = json.loads(body)
+            operation = re.match(r"\s*(?:query|mutation)\s+(\w+)", asked["query"])
+            content = {"data": kept.answer(operation[1] if operation else "", asked.get("variables") or {})}
+        elif stream := _RUN_STREAM.fullmatch(request.path):
+            kept.take_stream(stream[1], json.loads(body))
+        elif request.path.startswith("/up/"):
+            kept.files[request.path.removeprefix("/up/")] = body
+        return 200, {"Content-Type": "application/json"}, json.dumps(content).encode()
 
-        def _take(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if self.headers.get("Content-Encoding") == "gzip":
-                body = gzip.decompress(body)
-            content: dict[str, Any] = {}
-            if self.path == "/graphql":
-                _, _, signed = self.headers.get("Authorization", "").partition(" ")
-                kept.keys.add(base64.b64decode(signed).decode().partition(":")[2])
-                asked = json.loads(body)
-                operation = re.match(r"\s*(?:query|mutation)\s+(\w+)", asked["query"])
-                content = {"data": kept.answer(operation[1] if operation else "", asked.get("variables") or {})}
-            elif stream := _RUN_STREAM.fullmatch(self.path):
-                kept.take_stream(stream[1], json.loads(body))
-            elif self.path.startswith("/up/"):
-                kept.files[self.path.removeprefix("/up/")] = body
-            payload = json.dumps(content).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(payload)))
-            self.end_headers()
-            self.wfile.write(payload)
-
-        do_GET = do_POST = do_PUT = _take
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    kept.address = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with http_server(answer) as kept.address:
         yield kept
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -9,7 +9,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from fakes import engine as engine_program
 from fakes.collector import collector
 from fakes.engine import FakeEngine
+from fakes.http_server import Answer, Request, http_server
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.processes import running_program
@@ -46,52 +46,27 @@ QUESTIONS = 3
 PATIENCE_SECONDS = 90.0
 
 
-class _Gate(BaseHTTPRequestHandler):
-    # Forwards requests to an engine only after a request of each kind has arrived: log-likelihood and generation.
-
-    protocol_version = "HTTP/1.1"
-    upstream = ""
-    seen: set[str]
-    open_gate: threading.Event
-
-    def do_GET(self) -> None:
-        self._pass(None)
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        fields = json.loads(body)
-        if "seed" in fields:  # from the harness; Assay's own probes have none
-            self.seen.add("log-likelihood" if fields.get("echo") else "generation")
-            if len(self.seen) == 2:
-                self.open_gate.set()
-            if not self.open_gate.wait(PATIENCE_SECONDS):
-                self.send_error(400, "the other evaluation has not begun")
-                return
-        self._pass(body)
-
-    def _pass(self, body: bytes | None) -> None:
-        request = urllib.request.Request(self.upstream + self.path, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            content = answer.read()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Suppresses the log."""
-
-
 @contextmanager
 def gate(upstream: str) -> Iterator[str]:
-    members = {"upstream": upstream, "seen": set(), "open_gate": threading.Event()}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Gate", (_Gate,), members))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
+    """Forwards requests to an engine only after a request of each kind has arrived: log-likelihood and generation."""
+    seen: set[str] = set()
+    opened = threading.Event()
+
+    def answer(request: Request) -> Answer:
+        fields = json.loads(request.body or b"{}")
+        if "seed" in fields:  # from the harness; Assay's own probes have none
+            seen.add("log-likelihood" if fields.get("echo") else "generation")
+            if len(seen) == 2:
+                opened.set()
+            if not opened.wait(PATIENCE_SECONDS):
+                return 400, {}, b"the other evaluation has not begun"
+        json_type = {"Content-Type": "application/json"}
+        passed = urllib.request.Request(upstream + request.path, request.body or None, json_type)
+        with urllib.request.urlopen(passed, timeout=60) as response:
+            return 200, json_type, response.read()
+
+    with http_server(answer) as address:
+        yield address
 
 
 @pytest.fixture

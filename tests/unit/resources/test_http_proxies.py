@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import http.server
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fakes.http_server import http_server
 from fakes.web_proxy import VARIABLES, web_proxy
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
@@ -52,22 +51,10 @@ def test_environment_keeps_what_is_past_the_proxy_already(monkeypatch: pytest.Mo
     assert past(process_environment()) == ["*"]
 
 
-class Server(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"here")
-
-    def log_message(self, format: str, *args: object) -> None:
-        return
-
-
 @pytest.fixture
 def server() -> Iterator[str]:
-    with http.server.HTTPServer(("127.0.0.1", 0), Server) as listening:
-        threading.Thread(target=listening.serve_forever).start()
-        yield f"http://127.0.0.1:{listening.server_port}"
-        listening.shutdown()
+    with http_server(lambda request: (200, {}, b"here")) as address:
+        yield address
 
 
 ASKS = """

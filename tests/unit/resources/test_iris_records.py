@@ -12,13 +12,12 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import resources
+from fakes.http_server import Answer, Request, http_server
 from resources.settings import process_environment
 
 pytestmark = pytest.mark.timeout(60)
@@ -48,23 +47,12 @@ def test_answer_that_breaks_off_is_an_unreachable_controller_and_nothing_else(an
 def refusing(refused: str, status: int, asked: list[str]) -> Iterator[str]:
     """Starts a controller that answers nothing useful and refuses a method; yields its address."""
 
-    class Refusal(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked.append(self.path.rpartition("/")[2])
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(status if asked[-1] == refused else 200)
-            self.end_headers()
-            self.wfile.write(b"{}")
+    def answer(request: Request) -> Answer:
+        asked.append(request.path.rpartition("/")[2])
+        return status if asked[-1] == refused else 200, {}, b"{}"
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
+    with http_server(answer) as address:
+        yield address.removeprefix("http://")
 
 
 def test_attempt_that_the_controller_has_given_up_does_not_besiege_it() -> None:

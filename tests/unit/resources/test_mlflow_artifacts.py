@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from fakes.http_server import Answer, Request, http_server
 from resources.errors import BadInput
 from resources.storage import storage
 from resources.storage.file_copy import copy_file
@@ -25,32 +24,18 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Paths of the files requested from a fake tracking server, which has `1/run/artifacts/weights`."""
     asked: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            place = urlsplit(self.path)
-            if place.path == ARTIFACTS:
-                [folder] = parse_qs(place.query)["path"]
-                listed = folder == "1/run/artifacts"
-                files = [{"path": "weights", "is_dir": False, "file_size": str(len(CONTENT))}] if listed else []
-                body = json.dumps({"files": files}).encode()
-            else:
-                asked.append(place.path.removeprefix(f"{ARTIFACTS}/"))
-                body = CONTENT
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(request: Request) -> Answer:
+        place = urlsplit(request.path)
+        if place.path != ARTIFACTS:
+            asked.append(place.path.removeprefix(f"{ARTIFACTS}/"))
+            return 200, {}, CONTENT
+        listed = parse_qs(place.query)["path"] == ["1/run/artifacts"]
+        files = [{"path": "weights", "is_dir": False, "file_size": str(len(CONTENT))}] if listed else []
+        return 200, {}, json.dumps({"files": files}).encode()
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
-    yield asked
-    server.shutdown()
-    server.server_close()
+    with http_server(answer) as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        yield asked
 
 
 def test_file_in_ranges_is_sent_once_by_a_server_that_knows_no_ranges(sent: list[str], tmp_path: Path):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
-from threading import Thread
 from typing import Any
 
 import gcsfs
@@ -16,6 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 from fakes.gcs import FakeGcs, fake_gcs
+from fakes.http_server import Answer, Request, http_server
 from resources.config import ResourceConfig
 from resources.errors import BadInput, WrongRegion
 from resources.regions.region_check import (
@@ -168,20 +167,12 @@ def test_region_of_a_job_elsewhere_is_its_clusters_region(
 
 @pytest.fixture
 def metadata() -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.headers["Metadata-Flavor"] == "Google" else 403)
-            self.send_header("Metadata-Flavor", "Google")
-            self.end_headers()
-            self.wfile.write(b"projects/1234/zones/us-east5-b")
+    def answer(request: Request) -> Answer:
+        status = 200 if request.headers["Metadata-Flavor"] == "Google" else 403
+        return status, {"Metadata-Flavor": "Google"}, b"projects/1234/zones/us-east5-b"
 
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    with http_server(answer) as address:
+        yield address
 
 
 def test_region_of_this_machine_is_the_vm_s_else_the_prefix_s(metadata: str, monkeypatch: pytest.MonkeyPatch):

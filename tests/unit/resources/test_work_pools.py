@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from decimal import Decimal
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,6 +16,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.utilities.templating import apply_values
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
+from fakes.broken_servers import broken_server
 from flows.deploy.flows import DEPLOYMENTS, deployments_for
 from resources.config import ResourceConfig
 from resources.errors import BadInput, NoUsableWorkPool, UnsatisfiableResources
@@ -337,18 +336,9 @@ def test_deployments_of_a_region_are_those_of_this_machine_without_their_schedul
 
 
 def test_server_that_refuses_access_is_reported_without_a_traceback() -> None:
-    class Closed(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(401)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Closed) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}/api"
-        with temporary_settings({PREFECT_API_URL: address}), pytest.raises(PrefectUnavailable, match="401"):
-            work_pool_states(["pool"])
-        server.shutdown()
+    with (
+        broken_server("401") as address,
+        temporary_settings({PREFECT_API_URL: f"{address}/api"}),
+        pytest.raises(PrefectUnavailable, match="401"),
+    ):
+        work_pool_states(["pool"])

@@ -8,10 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pytest
 
 from fakes.attacked import attacked
 from fakes.attacker import main as attacker
+from fakes.http_server import Answer, Request, http_server
 from fakes.polling import eventually
 from fakes.processes import commands
 from pools.endpoint import RunningModel
@@ -46,17 +45,11 @@ pytestmark = [
 
 @pytest.fixture
 def ports() -> Iterator[tuple[int, int]]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *arguments: Any) -> None:
-            return
+    def answer(request: Request) -> Answer:
+        return 501, {}, b""
 
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
-    for server in servers:
-        threading.Thread(target=server.serve_forever).start()
-    yield servers[0].server_port, servers[1].server_port
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with http_server(answer) as first, http_server(answer) as second:
+        yield int(first.rpartition(":")[2]), int(second.rpartition(":")[2])
 
 
 @pytest.fixture
@@ -135,7 +128,7 @@ def target(
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_code_of_a_model_reaches_the_endpoint_and_neither_secret_nor_journal_nor_network(target: Target, host: str):
     reached = target.attacked(isolated=True, host=host)
-    assert reached["endpoint"].startswith("HTTP/1.0 501")
+    assert reached["endpoint"].startswith("HTTP/1.1 501")
     assert (reached["other port"], reached["network"], reached["signal"]) == (None, None, None)
     assert not set(VARIABLES) & set(reached["variables"]) and "OPENAI_API_KEY" in reached["variables"]
     assert not reached["secret in variables"]
@@ -149,7 +142,7 @@ def test_code_of_a_model_reaches_the_endpoint_and_neither_secret_nor_journal_nor
 
 def test_same_code_without_isolation_reaches_all_that_its_user_may(target: Target):
     reached = target.attacked(isolated=False)
-    assert reached["other port"].startswith("HTTP/1.0 501")
+    assert reached["other port"].startswith("HTTP/1.1 501")
     assert reached["signal"] == "sent" and reached["secret in variables"]
     assert set(reached["files"].values()) == {SECRET}
     assert target.hidden[0].read_text() == "overwritten"
