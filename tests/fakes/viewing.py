@@ -1,17 +1,10 @@
-"""Made questions and answers in the form that the page gets, without records, samples or a server.
-
-    .venv/bin/python tests/fakes/viewing.py FOLDER [--questions 300] [--checkpoints 12] [--hostile]
-
-writes it below a folder, with the page's own files, for a plain `python -m http.server`.
-"""
+"""Made questions and answers in the form that the page gets, without records, samples or a server."""
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
@@ -169,23 +162,3 @@ def _pair(before: np.ndarray, after: np.ndarray, scale: Scale) -> Pair:
         exact_p=0.04,
         test="McNemar, mid-p",
     )
-
-
-def main() -> None:
-    from tasks.reports.viewer.page import page_files
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--questions", type=int, default=300)
-    parser.add_argument("--checkpoints", type=int, default=12)
-    parser.add_argument("--hostile", action="store_true")
-    given = parser.parse_args()
-    made = made_files(questions=given.questions, checkpoints=given.checkpoints, hostile=given.hostile)
-    for name, content in {**made, **page_files()}.items():
-        path = given.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-
-if __name__ == "__main__":
-    main()

@@ -54,12 +54,7 @@ def test_build_of_a_record_names_engine_harness_and_data_of_the_benchmark() -> N
     assert group_build.harness == {"lm_eval": "0.4.9"}
     assert group_build.data == {"part": "abc"}
     assert build_of(record).data == {"part": "abc", "other": "def"}
-
-
-def test_build_of_an_endpoints_record_says_nothing_of_an_engine() -> None:
-    record = make_record(served={"by": "endpoint", "base_url": "http://elsewhere/v1"})
-
-    assert build_of(record).engine == {}
+    assert build_of(make_record(served={"by": "endpoint", "base_url": "http://elsewhere/v1"})).engine == {}
 
 
 def test_changes_of_builds_are_named_and_what_is_unknown_is_none() -> None:
@@ -113,6 +108,8 @@ def test_change_is_qualified_along_steps_that_made_no_difference(
 
     assert is_qualified(before, after, known, evaluator=HARNESS, benchmark="demo_facts") is expected
     assert is_qualified(after, before, known, evaluator=HARNESS, benchmark="demo_facts") is expected
+    for other in ({"evaluator": HARNESS, "benchmark": "other"}, {"evaluator": "helm", "benchmark": "demo_facts"}):
+        assert is_qualified(before, after, known, **other) is (before == after)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +133,6 @@ def test_bounds_of_verdicts_add_up_along_their_steps(bounds: tuple[float | None,
 
     assert steps is not None and len(steps) == len(bounds) + 1
     assert qualified_words(steps, "acc") == expected
-
-
-def test_change_qualified_for_a_benchmark_is_not_for_another() -> None:
-    known = [qualification((build(), build("0.4.13"), "identical"))]
-
-    assert not is_qualified(build(), build("0.4.13"), known, evaluator=HARNESS, benchmark="other")
-    assert not is_qualified(build(), build("0.4.13"), known, evaluator="helm", benchmark="demo_facts")
 
 
 def test_qualifications_of_the_same_moment_are_both_kept(tmp_path: Path) -> None:

@@ -308,17 +308,6 @@ def test_perplexity_that_improved_or_stayed_passes_by_its_documents(tmp_path: Pa
     assert not verdict(tmp_path, gate(rule), step=3).go
 
 
-def test_questions_put_in_other_words_are_not_compared_unless_anyway(tmp_path: Path):
-    scores = [1.0] * 300 + [0.0] * 100
-    scored(tmp_path, 100, scores)
-    others = [sample.model_copy(update={"prompt": f"Now: {sample.prompt}"}) for sample in make_samples(scores)]
-    publish(tmp_path, make_record(step=200, metrics=(make_metric(value=0.75, n=400),)), others)
-
-    [reason] = verdict(tmp_path, gate(FACTS | BASELINE)).refusals
-    assert "cannot be compared" in reason.found and "400 of 400 questions were put in other words" in reason.found
-    assert verdict(tmp_path, gate(FACTS | BASELINE | {"anyway": True})).go
-
-
 @pytest.mark.parametrize(
     ("other", "rule", "expected"),
     [

@@ -56,12 +56,7 @@ def qualified(folder: Path, **options: Any) -> Qualification:
 def verdict(tmp_path: Path, before: Sequence[Sample], after: Sequence[Sample], **options: Any) -> Qualification:
     put(tmp_path / "before", before, lm_eval="0.4.9")
     put(tmp_path / "after", after, lm_eval="0.4.13")
-    return qualify(
-        find_records(str(tmp_path / "before")),
-        find_records(str(tmp_path / "after")),
-        compared=("old", "new"),
-        **options,
-    )
+    return qualified(tmp_path, **options)
 
 
 def changed(samples: Sequence[Sample], number: int, **fields: Any) -> list[Sample]:
@@ -110,20 +105,18 @@ def test_few_changed_answers_are_noise_with_a_bound_and_named(tmp_path: Path) ->
     assert metric.low is not None and metric.high is not None and metric.low < -1 / 400 < metric.high
 
 
-def test_proven_change_is_different_at_any_margin(tmp_path: Path) -> None:
-    before, after = make_samples([1, 0] * 200), make_samples([0, 0] * 10 + [1, 0] * 190)
-
-    [benchmark] = verdict(tmp_path, before, after, margin=0.5).benchmarks
-
-    assert benchmark.verdict == "different"
-    assert benchmark.metrics[0].p is not None and benchmark.metrics[0].p < 0.05
-
-
-def test_large_change_of_few_questions_is_different_though_it_proves_nothing(tmp_path: Path) -> None:
-    [benchmark] = verdict(tmp_path, make_samples([1, 1, 1]), make_samples([1, 1, 0])).benchmarks
+@pytest.mark.parametrize(
+    ("before", "after", "margin", "is_proven"),
+    [([1, 0] * 200, [0, 0] * 10 + [1, 0] * 190, 0.5, True), ([1, 1, 1], [1, 1, 0], 0.01, False)],
+    ids=["proven", "large"],
+)
+def test_proven_change_is_different_at_any_margin_and_a_large_change_without_proof(
+    tmp_path: Path, before: list[int], after: list[int], margin: float, is_proven: bool
+) -> None:
+    [benchmark] = verdict(tmp_path, make_samples(before), make_samples(after), margin=margin).benchmarks
 
     assert benchmark.verdict == "different"
-    assert benchmark.metrics[0].p is not None and benchmark.metrics[0].p > 0.05
+    assert benchmark.metrics[0].p is not None and (benchmark.metrics[0].p < 0.05) is is_proven
 
 
 def test_questions_of_a_single_side_are_not_identical(tmp_path: Path) -> None:
@@ -260,9 +253,6 @@ def test_repeated_evaluations_are_grouped_by_their_server() -> None:
     assert {(config.model_path, config.evaluation_path, config.sinks, config.pool_name) for config in every} == {
         ("checkpoints/run-a/hf/step-100", "aside", (), None)
     }
-
-
-def test_evaluation_of_another_assay_is_refused() -> None:
     with pytest.raises(BadInput, match="evaluate the checkpoint with this Assay"):
         asked_again([make_record(evaluation={"evals": [{"name": "x"}], "unheard_of": 1})], "aside")
 

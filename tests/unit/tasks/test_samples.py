@@ -63,6 +63,8 @@ def test_details_of_an_evaluator_are_kept_and_only_gaps_filled(tmp_path: Path) -
     given = BenchmarkDetails(questions=4, truncated=2, finish_reasons={"stop": 8}, at_limit=0, prompts="d")
     outcome = _outcome(tmp_path / "o", [_answer(1, 1.0)], b=given)
     assert outcome.details == {"b": given}
+    details = _outcome(tmp_path / "none", [_answer(1, 1.0, finish=None)]).details["b"]
+    assert (details.finish_reasons, details.at_limit) == ({}, None), "no answer has an end"
 
 
 def test_prompts_have_a_digest_that_changes_with_a_prompt_and_not_with_the_order(tmp_path: Path) -> None:
@@ -77,11 +79,6 @@ def test_prompts_have_a_digest_that_changes_with_a_prompt_and_not_with_the_order
     assert asked["one"].prompts == asked["turned"].prompts != asked["other"].prompts
     assert asked["one"].completed == {}
     assert asked["one"].at_limit == 0
-
-
-def test_ends_are_omitted_if_no_answer_has_an_end(tmp_path: Path) -> None:
-    details = _outcome(tmp_path / "o", [_answer(1, 1.0, finish=None)]).details["b"]
-    assert (details.finish_reasons, details.at_limit) == ({}, None)
 
 
 def test_values_that_follow_from_samples_or_parts_are_known_as_such(tmp_path: Path) -> None:

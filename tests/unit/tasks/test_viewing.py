@@ -93,9 +93,6 @@ def test_scores_become_bytes_between_the_ends_of_their_metric():
     assert encoded.tolist() == [0, 127, 254, 254, NO_SCORE]
     assert is_right(encoded, scale).tolist() == [True, False, False, False, False]
     assert is_right(encoded, Scale("acc", True, 1.0, 3.0)).tolist() == [False, True, True, True, False]
-
-
-def test_scores_of_a_metric_that_is_the_same_everywhere_become_bytes():
     assert as_bytes(np.array([2.0, np.nan]), Scale("bpb", None, 2.0, 2.0)).tolist() == [0, NO_SCORE]
 
 
@@ -359,26 +356,19 @@ def test_search_ends_when_a_newer_search_begins(tmp_path: Path, monkeypatch: pyt
     assert (older.in_questions, older.complete) == (list(range(BLOCK)), False)
 
 
-def test_damaged_samples_of_a_checkpoint_leave_the_others_theirs(tmp_path: Path):
+def test_damaged_or_missing_samples_of_a_checkpoint_leave_the_others_theirs(tmp_path: Path):
     published(tmp_path, 100, [asked(1, True)])
     cell = published(tmp_path, 200, [asked(1, True)])
     Path(cell, "attempt-1", SAMPLES_NAME).write_bytes(gzip.compress(b'{"benchmark": "made"}\n'))
     published(tmp_path, 300, [asked(1, False)])
+    Path(published(tmp_path, 400, [asked(1, True)]), "attempt-1", SAMPLES_NAME).unlink()
     with viewed(tmp_path) as (view, key):
-        assert grid(view, key, "scores/0") == [[254], [NO_SCORE], [0]]
+        assert grid(view, key, "scores/0") == [[254], [NO_SCORE], [0], [NO_SCORE]]
         assert had(view, f"{key}/pairs/0-0-1.json")["reason"] == "its samples cannot be read"
         assert [name for name in view.contents(questions_per_part=1) if "pairs" in name] == [f"{key}/pairs/0-0-2.json"]
         unreadable = had(view, f"{key}/questions.json")["unreadable"]
-        assert list(unreadable) == ["1"] and SAMPLES_NAME in unreadable["1"]
-
-
-def test_missing_samples_are_reported_for_their_checkpoint(tmp_path: Path):
-    cell = published(tmp_path, 100, [asked(1, True)])
-    published(tmp_path, 200, [asked(1, True)])
-    Path(cell, "attempt-1", SAMPLES_NAME).unlink()
-    with viewed(tmp_path) as (view, key):
-        unreadable = had(view, f"{key}/questions.json")["unreadable"]
-        assert list(unreadable) == ["0"] and "no such file" in unreadable["0"]
+        assert list(unreadable) == ["1", "3"] and SAMPLES_NAME in unreadable["1"]
+        assert "no such file" in unreadable["3"]
 
 
 def test_records_in_a_store_are_viewed_as_those_in_a_folder(tmp_path: Path):
