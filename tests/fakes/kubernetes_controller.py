@@ -101,27 +101,21 @@ def _new_job(jobset: dict[str, Any], name: str, part: dict[str, Any], index: int
         )
     pod["spec"]["subdomain"] = set_name
     template["spec"]["suspend"] = jobset["spec"].get("suspend", False)
-    reference = {
-        "apiVersion": jobset["apiVersion"],
-        "kind": "JobSet",
-        "name": set_name,
-        "uid": jobset["metadata"]["uid"],
-    }
-    metadata = {**template["metadata"], "name": name, "ownerReferences": [reference]}
+    metadata = {**template["metadata"], "name": name, "ownerReferences": [_reference(jobset, "JobSet")]}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": template["spec"]}
 
 
 def headless_service(jobset: dict[str, Any]) -> dict[str, Any]:
     """Returns the Service that gives the pods of a set their host names."""
     name = jobset["metadata"]["name"]
-    reference = {"apiVersion": jobset["apiVersion"], "kind": "JobSet", "name": name, "uid": jobset["metadata"]["uid"]}
+    metadata = {"name": name, "ownerReferences": [_reference(jobset, "JobSet")]}
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"jobset.sigs.k8s.io/jobset-name": name}}
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name, "ownerReferences": [reference]},
-        "spec": spec,
-    }
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}
+
+
+def _reference(owner: dict[str, Any], kind: str) -> dict[str, Any]:
+    name, uid = owner["metadata"]["name"], owner["metadata"]["uid"]
+    return {"apiVersion": owner["apiVersion"], "kind": kind, "name": name, "uid": uid}
 
 
 def can_go(pod: dict[str, Any], objects: dict[tuple[str, str], dict[str, Any]]) -> bool:
@@ -176,8 +170,7 @@ def _ignored(spec: dict[str, Any], pod: dict[str, Any]) -> bool:
 def _new_pod(job: dict[str, Any], index: int) -> dict[str, Any]:
     template = json.loads(json.dumps(job["spec"]["template"]))
     metadata, name = template["metadata"], job["metadata"]["name"]
-    reference = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
-    metadata |= {"name": f"{name}-{index}-{secrets.token_hex(3)}", "ownerReferences": [reference]}
+    metadata |= {"name": f"{name}-{index}-{secrets.token_hex(3)}", "ownerReferences": [_reference(job, "Job")]}
     metadata["labels"] |= {"batch.kubernetes.io/job-name": name}
     if job["spec"].get("completionMode") == "Indexed":
         metadata["labels"][INDEX] = str(index)

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Protocol
-
-
-class Server(Protocol):
-    """The answering side; an answer that is not an object is a stream of bytes."""
-
-    lock: threading.RLock
-
-    def handle(self, verb: str, path: str, token: str, body: dict[str, Any] | None) -> Any: ...
+from typing import Any
 
 
 class Refused(Exception):
@@ -24,7 +15,9 @@ class Refused(Exception):
         self.reason = reason
 
 
-def handler_of(server: Server) -> type[BaseHTTPRequestHandler]:
+def handler_of(server: Any) -> type[BaseHTTPRequestHandler]:
+    """Returns a handler that sends the answers of `server.handle`, objects or streams of bytes."""
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 

@@ -76,7 +76,6 @@ class KubernetesServer:
         self.installed = {"jobset.x-k8s.io", "kueue.x-k8s.io"}
         self.pod_slots = 1000
         self.refusals: list[Refusal] = []
-        self.requests: list[tuple[str, str]] = []
         self.manifests: list[dict[str, Any]] = []
         self._version = 0
         self._closing = threading.Event()
@@ -165,7 +164,6 @@ class KubernetesServer:
             raise Refused(404, f"the server could not find the requested resource {parts.path}")
         _, _, resource, name, log = match.groups()
         with self.lock:
-            self.requests.append((verb, resource))
             self._refuse_if_ordered(verb, f"{resource}/log" if log else resource)
             if log:
                 return self.log(name, query)

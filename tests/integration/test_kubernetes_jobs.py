@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,19 @@ def running_pod(server: KubernetesServer, job: JobHandle) -> dict[str, Any]:
     return server.pods(job.job_id)[0]
 
 
+def before_a_job_is_read(monkeypatch: pytest.MonkeyPatch, started: Path, change: Callable[[str], None]) -> None:
+    """Calls `change` with the id of a job once `started` exists, between two requests of its owner."""
+    read, changed = Cluster.get, set[str]()
+
+    def change_and_read(cluster: Cluster, resource: Resource, name: str) -> dict[str, Any] | None:
+        if resource == "jobs" and not changed and started.exists():
+            changed.add(name)
+            change(name.removesuffix("-1"))
+        return read(cluster, resource, name)
+
+    monkeypatch.setattr(Cluster, "get", change_and_read)
+
+
 @pytest.mark.parametrize(
     ("harm", "counted", "reason"),
     [
@@ -99,16 +112,11 @@ def test_pod_that_is_lost_counts_in_the_budget_of_its_kind_and_is_tried_again(
 def test_pod_evicted_after_pods_were_listed_and_before_its_job_is_read_counts_as_preempted(
     client: KubernetesClient, server: KubernetesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, evicted = Cluster.get, set[str]()
+    def evict(job_id: str) -> None:
+        server.evict(server.pods(job_id)[0])
+        eventually(lambda: server.objects["jobs", f"{job_id}-1"]["status"].get("conditions"))
 
-    def evict_and_read(cluster: Cluster, resource: Resource, name: str) -> dict[str, Any] | None:
-        if resource == "jobs" and not evicted and (tmp_path / "tried").exists():
-            evicted.add(name)
-            server.evict(server.pods(name.removesuffix("-1"))[0])
-            eventually(lambda: server.objects["jobs", name]["status"].get("conditions"))
-        return read(cluster, resource, name)
-
-    monkeypatch.setattr(Cluster, "get", evict_and_read)
+    before_a_job_is_read(monkeypatch, tmp_path / "tried", evict)
     job = client.submit(request(f"touch {tmp_path}/tried; {FOR_EVER}", max_retries_preemption=0))
     with pytest.raises(JobFailed, match="ended from outside once"):
         job.wait(30)
@@ -320,21 +328,16 @@ def test_attempt_that_loses_its_place_in_the_queue_leaves_it_though_its_pods_hav
 ) -> None:
     server.add_queue("team")
     client = client_of(server, queue="team")
-    read, taken = Cluster.get, set[str]()
 
-    def take_back_and_read(cluster: Cluster, resource: Resource, name: str) -> dict[str, Any] | None:
-        if resource == "jobs" and not taken and (tmp_path / "started").exists():
-            taken.add(name)
-            server.take_back(name.removesuffix("-1"))
-            pods = server.pods(name.removesuffix("-1"))
-            eventually(lambda: all(pod["status"]["phase"] == "Failed" for pod in pods))
-        return read(cluster, resource, name)
+    def take_back(job_id: str) -> None:
+        server.take_back(job_id)
+        eventually(lambda: all(pod["status"]["phase"] == "Failed" for pod in server.pods(job_id)))
 
     def may_go(pod: dict[str, Any], objects: dict[tuple[str, str], dict[str, Any]]) -> bool:
         job = objects.get(("jobs", pod["metadata"]["ownerReferences"][0]["name"]))
         return job is None or "deletionTimestamp" in job["metadata"]
 
-    monkeypatch.setattr(Cluster, "get", take_back_and_read)
+    before_a_job_is_read(monkeypatch, tmp_path / "started", take_back)
     monkeypatch.setattr("fakes.kubernetes_server.can_go", may_go)  # its pods stay in the list
     try:
         job = client.submit(request(f"[ -e {tmp_path}/started ] && exit 0; touch {tmp_path}/started; {FOR_EVER}"))

@@ -82,7 +82,9 @@ class KubernetesJob:
         return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
 
     def _left(self, replica: int) -> bytes | None:
-        return _result_of_replica(self._cluster, self._read(), replica)
+        record = self._read()
+        kept = self._cluster.get("configmaps", result_name(record.job_id, record.attempts, replica))
+        return base64.b64decode(kept["data"]["result"]) if kept is not None else None
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """Returns the last lines; a replica on a slice of several VMs has a section per VM."""
@@ -188,14 +190,7 @@ class KubernetesJob:
         return replace(record, status=JobStatus.FAILED, reason=reason)
 
 
-def _result_of_replica(cluster: Cluster, record: Record, replica: int) -> bytes | None:
-    """Returns the stored result of a replica in the last attempt, or None."""
-    kept = cluster.get("configmaps", result_name(record.job_id, record.attempts, replica))
-    return base64.b64decode(kept["data"]["result"]) if kept is not None else None
-
-
 def _log_of(cluster: Cluster, record: Record, *, pod: int, max_lines: int) -> str:
-    """Returns a pod's last lines over the last 10 attempts, at most 1 MiB, with headings from the second attempt on."""
     lines: list[str] = []
     for attempt in range(record.attempts, max(0, record.attempts - _SHOWN_ATTEMPTS), -1):
         remaining = max_lines - len(lines)
@@ -241,7 +236,6 @@ def part_of_log(cluster: Cluster, record: Record, *, pod: int, after: str) -> Lo
 
 
 def _pod_name_of(cluster: Cluster, record: Record, *, attempt: int, pod: int) -> str | None:
-    """Returns the name of an existing pod, or None."""
     for manifest in cluster.list("pods", selector(job=record.job_id, attempt=attempt)):
         if pod_index(manifest, vms=record.vms) == pod:
             return manifest["metadata"]["name"]

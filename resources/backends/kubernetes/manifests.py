@@ -289,7 +289,7 @@ def secret_manifest(files: Mapping[str, bytes], *, job: Mapping[str, Any]) -> di
         "apiVersion": "v1",
         "kind": "Secret",
         "type": "Opaque",
-        "metadata": {**_of(job), "ownerReferences": [_owned_by(job)]},
+        "metadata": _owned_by(job),
         "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
     }
 
@@ -299,7 +299,7 @@ def service_manifest(*, job: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {**_of(job), "ownerReferences": [_owned_by(job)]},
+        "metadata": _owned_by(job),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -318,15 +318,7 @@ def config_map_manifest(name: str, tags: Mapping[str, str], content: Mapping[str
     }
 
 
-def _of(job: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": job["metadata"]["name"], "labels": dict(job["metadata"]["labels"])}
-
-
 def _owned_by(job: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "apiVersion": job["apiVersion"],
-        "kind": job["kind"],
-        "name": job["metadata"]["name"],
-        "uid": job["metadata"]["uid"],
-        "blockOwnerDeletion": False,
-    }
+    name, labels, uid = (job["metadata"][field] for field in ("name", "labels", "uid"))
+    owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": name, "uid": uid}
+    return {"name": name, "labels": dict(labels), "ownerReferences": [{**owner, "blockOwnerDeletion": False}]}

@@ -1,6 +1,6 @@
 """Places of a job's processes on a Ray cluster: reserved all at once, or not at all.
 
-A replica is a share of a node, or a whole TPU slice (`tpu.py`). All shares of a job are the bundles of a placement
+A replica is a share of a node, or a whole TPU slice (`nodes.py`). All shares of a job are the bundles of a placement
 group, which Ray creates only when it has room for all of them, so that two jobs cannot block each other with half of
 their resources.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from resources.backends.processes import device_variables
@@ -38,24 +38,19 @@ _DECISION_LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlace:
-    """Place of a process of a job."""
+    """Place of a process of a job: a bundle of the job's placement group."""
 
-    options: Mapping[str, Any]
-    """Options of its Ray task: its resources, and its bundle of the job's placement group."""
-    env_vars: Mapping[str, str]
-    """Variables for the device; variables of the job override them."""
+    share: Mapping[str, float]
+    """Its resources by Ray's names."""
+    selector: Mapping[str, str]
+    """Labels of its node."""
     replica: int
     host: int
     """Index among the replica's hosts; a replica on a multi-VM TPU slice has several."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Bundle:
-    share: Mapping[str, float]
-    selector: Mapping[str, str]
-    replica: int
-    host: int
     env_vars: Mapping[str, str]
+    """Variables for the device; variables of the job override them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of its Ray task, once the place is granted."""
 
 
 async def place(
@@ -123,12 +118,12 @@ def _next_claim(
 ) -> Placement | None:
     if isinstance(resources.device, TpuConfig):
         for choice in resources.device.choices:
-            if bundles := _slice_bundles(nodes, resources, choice, replicas):
+            if places := _slice_places(nodes, resources, choice, replicas):
                 # These hosts looked free. If not granted soon, another job was faster, and other hosts are tried.
-                return Placement(ray, bundles, lasts=False)
+                return Placement(ray, places, lasts=False)
         if shown is not None:  # an autoscaler acts on requests: a claim on the slices' head resources
-            head_bundles = [_head_bundle(shown, replica) for replica in range(replicas)]
-            return Placement(ray, head_bundles, lasts=False, is_real=False)
+            head_places = [_head_place(shown, replica) for replica in range(replicas)]
+            return Placement(ray, head_places, lasts=False, is_real=False)
         return None
     allowed = allowed_nodes(nodes, resources)
     if not allowed and not resources.preemptible:
@@ -138,23 +133,23 @@ def _next_claim(
     selector = everywhere if anywhere else best_selector(allowed, resources, share=share, replicas=replicas)
     # A claim on the best nodes is withdrawn if not granted soon; a claim on all allowed nodes waits.
     env_vars = device_variables(resources.device)
-    bundles = [
-        _Bundle(share=share, selector=selector, replica=replica, host=0, env_vars=env_vars)
+    places = [
+        HostPlace(share=share, selector=selector, replica=replica, host=0, env_vars=env_vars)
         for replica in range(replicas)
     ]
-    return Placement(ray, bundles, lasts=selector == everywhere)
+    return Placement(ray, places, lasts=selector == everywhere)
 
 
-def _slice_bundles(
+def _slice_places(
     nodes: Sequence[RayNode], resources: ResourceConfig, tpu: TpuConfig, replicas: int
-) -> list[_Bundle] | None:
+) -> list[HostPlace] | None:
     share = share_of(nodes, resources)
     allowed = allowed_nodes(nodes, resources)
     slices = choose_slices(allowed, tpu, replicas, share=share, regions=resources.regions or ())
     if slices is None:
         return None
     return [
-        _Bundle(
+        HostPlace(
             share={**share, **tpu_slice.claim(host)},
             selector={NODE_LABEL: node.node_id},
             replica=replica,
@@ -170,10 +165,10 @@ def _slice_bundles(
     ]
 
 
-def _head_bundle(resources: ResourceConfig, replica: int) -> _Bundle:
+def _head_place(resources: ResourceConfig, replica: int) -> HostPlace:
     assert isinstance(resources.device, TpuConfig)
     selector = selector_of((), resources, region=None, avoided=())
-    return _Bundle(
+    return HostPlace(
         share={head_resource(resources.device.variant): 1.0}, selector=selector, replica=replica, host=0, env_vars={}
     )
 
@@ -186,15 +181,15 @@ class Placement:
         is_real: False if it is only a request for the autoscaler.
     """
 
-    def __init__(self, ray: Any, bundles: Sequence[_Bundle], *, lasts: bool, is_real: bool = True) -> None:
+    def __init__(self, ray: Any, places: Sequence[HostPlace], *, lasts: bool, is_real: bool = True) -> None:
         self.lasts = lasts
         self.is_real = is_real
         self._ray = ray
-        self._bundles = bundles
+        self._places = places
         self._group = ray.util.placement_group(
-            [dict(bundle.share) for bundle in bundles],
+            [dict(place.share) for place in places],
             strategy="PACK",
-            bundle_label_selector=[dict(bundle.selector) for bundle in bundles],
+            bundle_label_selector=[dict(place.selector) for place in places],
         )
         self._granted = asyncio.wrap_future(self._group.ready().future())
 
@@ -226,17 +221,15 @@ class Placement:
         """Returns the places of all processes."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         return [
-            HostPlace(
+            replace(
+                place,
                 options={
                     "scheduling_strategy": strategy(self._group, placement_group_bundle_index=index),
-                    "resources": {"TPU": bundle.share["TPU"]} if "TPU" in bundle.share else {},
-                    "num_cpus": bundle.share["CPU"],
-                    "num_gpus": bundle.share.get("GPU", 0.0),
-                    "memory": int(bundle.share["memory"]),
+                    "resources": {"TPU": place.share["TPU"]} if "TPU" in place.share else {},
+                    "num_cpus": place.share["CPU"],
+                    "num_gpus": place.share.get("GPU", 0.0),
+                    "memory": int(place.share["memory"]),
                 },
-                env_vars=bundle.env_vars,
-                replica=bundle.replica,
-                host=bundle.host,
             )
-            for index, bundle in enumerate(self._bundles)
+            for index, place in enumerate(self._places)
         ]
