@@ -1,35 +1,45 @@
-"""Reads the metrics and counts of lm-eval's runs.
+"""Reads the metrics, counts and samples of lm-eval's runs.
 
 Questions are counted in our plan, written before the first request; answers and scores in the samples.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from resources.storage.yaml_text import load_yaml
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.lm_eval.files import (
     HARNESS,
     NO_ANSWER,
     Asked,
+    Ends,
     PlannedTask,
     Results,
+    Run,
     is_finite,
     is_number,
     read_asked,
     read_plan,
     read_run,
     results_in,
+    sample_lines,
     split,
 )
-from tasks.evaluators.lm_eval.samples import read_samples
 from tasks.evaluators.reading import invalid_results, require_plan_of
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
 from tasks.records.verdicts import ANSWERED_NAME
+from tasks.spec.benchmark_sets import SUITE_DATA
 from tasks.spec.evaluation import EvaluationConfig
 
 
@@ -154,3 +164,222 @@ def _is_score(value: Any) -> bool:
     if isinstance(value, list):
         return all(_is_score(part) for part in value)
     return isinstance(value, str) or (isinstance(value, int | float) and is_finite(value))
+
+
+SKIPPED_NAME = "skipped.jsonl"
+RATIOS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+_HASH_DIGITS = 12
+_LONGEST_INDICES = 4096  # parsing takes hundreds of times the memory of the text
+_CONVERSATION, _TURN, _USERS_TURN = "['[{", '{"role": ', '{"role": "user"'
+"""Prefixes of a conversation in lm-eval's samples, of its turns, and of the user's turns."""
+_Arguments = list[list[Any]]
+
+
+def read_samples(run: Run, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+    """Yields every question of the run in `output`, then the questions skipped because of too long prompts."""
+    plan, results, ends = run.plan, run.results, run.asked.ends
+    evals = {task.metric_key: task for task in config.evals}
+    by_name = {name: evals[key] for key, tasks in plan.benchmarks.items() for name in tasks}
+    for name, task in plan.tasks.items():
+        by_question: dict[str, list[Mapping[str, Any]]] = {}
+        for line in run.samples_of(name):
+            by_question.setdefault(_id(line), []).append(line)
+        docs = {number: lines[0].get("doc") for number, lines in by_question.items()}
+        asked = by_name[name]
+        clusters = clusters_of((asked.name, name), docs, cluster_by=asked.cluster_by)
+        for number, lines in by_question.items():
+            given = lines[0].get("doc_id")
+            document = given if isinstance(given, int) else -1
+            end = ends.get(name, {}).get(document, Ends())
+            before = task.contexts.get(document, 0)
+            yield _sample(name, number, lines, task.output_type, results, before=before).model_copy(
+                update={
+                    "cluster": clusters.get(number),
+                    "finish": end.finish,
+                    "tokens": end.tokens[0] if end.tokens else None,
+                    "truncated": document in task.truncated_questions,
+                }
+            )
+    for line in sample_lines(output / SKIPPED_NAME):
+        yield Sample(
+            benchmark=str(line.get("benchmark")),
+            id=_id(line),
+            prompt=str(line.get("prompt")),
+            output="",
+            target=str(line.get("target")),
+            scores={},
+        )
+
+
+def _id(line: Mapping[str, Any]) -> str:
+    digest = str(line.get("doc_hash") or "")[:_HASH_DIGITS]
+    return f"{line.get('doc_id')}-{digest}" if digest else str(line.get("doc_id"))
+
+
+def _sample(
+    name: str,
+    number: str,
+    lines: list[Mapping[str, Any]],
+    output_type: str,
+    results: Results,
+    *,
+    before: int,
+) -> Sample:
+    first = lines[0]
+    arguments, answers = _arguments(first), _answers(first)
+    response, target = "", str(first.get("target"))
+    prompt = str(arguments[0][0]) if arguments and arguments[0] else ""
+    if prompt.startswith(_CONVERSATION):
+        before = prompt.rfind(_USERS_TURN) if prompt.count(_TURN) > 1 else 0
+    choices: list[str] = []
+    if output_type == "multiple_choice":
+        choices = _choices(arguments, before=before)
+        response = _likeliest(choices, answers)
+        target = _named(target, choices)
+    elif output_type == "generate_until":
+        response = str(answers[0]) if answers else ""
+    elif answers:
+        response = str(_log_probability(answers[0]))
+    return Sample(
+        benchmark=name,
+        id=number,
+        prompt=prompt[max(before, 0) :],
+        output=response,
+        target=None if output_type == "loglikelihood_rolling" else target,
+        scores=_scores(name, lines, results),
+        ratios=_ratios(name, lines, results),
+        log_likelihoods=() if output_type == "generate_until" else _log_likelihoods(answers),
+        choices=tuple(choices),
+        context=prompt[: max(before, 0)],
+    )
+
+
+def _arguments(line: Mapping[str, Any]) -> _Arguments:
+    given = line.get("arguments")
+    requests = given.values() if isinstance(given, dict) else given if isinstance(given, list) else []
+    return [
+        list(request.values()) if isinstance(request, dict) else list(request)
+        for request in requests
+        if isinstance(request, dict | list)
+    ]
+
+
+def _answers(line: Mapping[str, Any]) -> list[Any]:
+    responses = line.get("resps")
+    return (
+        [response[0] for response in responses if isinstance(response, list) and response]
+        if isinstance(responses, list)
+        else []
+    )
+
+
+def _choices(arguments: _Arguments, *, before: int) -> list[str]:
+    pairs = [pair for pair in arguments if len(pair) > 1 and pair[0] != ""]
+    contexts = len({str(pair[0]) for pair in pairs})
+    return [(str(pair[0])[before:] if contexts > 1 else str(pair[1])).strip() for pair in pairs]
+
+
+def _likeliest(choices: list[str], answers: list[Any]) -> str:
+    weighed = [_log_probability(answer) for answer in answers[: len(choices)]]
+    if not weighed or any(math.isnan(weight) for weight in weighed):
+        return ""
+    return choices[weighed.index(max(weighed))]
+
+
+def _named(target: str, choices: list[str]) -> str:
+    try:
+        number: Any = ast.literal_eval(target) if len(target) <= _LONGEST_INDICES else target
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return target
+    numbers = number if isinstance(number, list) else [number]
+    if not all(
+        isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(choices) for index in numbers
+    ):
+        return target
+    return " | ".join(choices[index] for index in dict.fromkeys(numbers))
+
+
+def _log_likelihoods(answers: list[Any]) -> tuple[float, ...]:
+    values = tuple(map(_log_probability, answers))
+    return values if all(map(math.isfinite, values)) else ()
+
+
+def _log_probability(answer: Any) -> float:
+    number: Any = answer[0] if isinstance(answer, list) and answer else answer
+    try:
+        return float(number)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _ratios(name: str, lines: list[Mapping[str, Any]], results: Results) -> dict[str, tuple[float, float]]:
+    ratios: dict[str, tuple[float, float]] = {}
+    for line in lines:
+        for metric in (*RATIOS, "perplexity"):
+            match line.get(metric):
+                case int() | float() as likelihood if metric == "perplexity" and is_finite(likelihood):
+                    ratios[results.metric_name(name, metric, str(line.get("filter")))] = (float(likelihood), 1.0)
+                case [int() | float() as likelihood, int() | float() as units] if is_finite(likelihood) and units > 0:
+                    key = results.metric_name(name, metric, str(line.get("filter")))
+                    ratios[key] = (float(likelihood), float(units))
+    return ratios
+
+
+def _scores(name: str, lines: list[Mapping[str, Any]], results: Results) -> dict[str, float]:
+    scores: dict[str, float] = {}
+    for line in lines:
+        metrics = line.get("metrics")
+        for metric in metrics if isinstance(metrics, list) else []:
+            score = _score(str(metric), line.get(str(metric)))
+            if score is not None:
+                scores[results.metric_name(name, str(metric), str(line.get("filter")))] = score
+    return scores
+
+
+def _score(metric: str, value: Any) -> float | None:
+    try:
+        if isinstance(value, bool):
+            return float(value)
+        if metric == "perplexity" and is_number(value):
+            value = math.exp(-value)
+        if metric in RATIOS and isinstance(value, list):
+            per_unit = -value[0] / value[1]
+            value = per_unit / math.log(2) if metric == "bits_per_byte" else math.exp(per_unit)
+    except (ArithmeticError, TypeError, IndexError):
+        return None
+    return float(value) if is_number(value) and is_finite(value) else None
+
+
+def clusters_of(names: Sequence[str], docs: Mapping[str, Any], *, cluster_by: str | None) -> dict[str, str]:
+    """Returns the clusters of a benchmark's questions, by question; leaves out questions that share none.
+
+    Args:
+        names: the harness's of the benchmark, and those it is published under.
+        docs: document of each question.
+        cluster_by: field that the configuration names.
+    """
+    fields = [cluster_by] if cluster_by else _fields(names)
+    for field in fields:
+        clusters = {name: _digest(doc[field]) for name, doc in docs.items() if isinstance(doc, dict) and doc.get(field)}
+        times = Counter(clusters.values())
+        if cluster_by or (len(times) > 1 and max(times.values()) > 1):
+            return {name: cluster for name, cluster in clusters.items() if times[cluster] > 1}
+    return {}
+
+
+@cache
+def _keys() -> dict[str, Any]:
+    return load_yaml((SUITE_DATA / "clusters.yaml").read_text())
+
+
+def _fields(names: Sequence[str]) -> list[str]:
+    patterns: dict[str, list[str]] = _keys()["benchmarks"]
+    for pattern, fields in patterns.items():
+        if any(fnmatchcase(name, pattern) for name in names):
+            return fields
+    return _keys()["shared"]
+
+
+def _digest(value: Any) -> str:
+    content = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:_HASH_DIGITS]

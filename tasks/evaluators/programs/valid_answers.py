@@ -20,6 +20,7 @@ COLUMNS = ("tokens", "token_logprobs", "top_logprobs")
 IN_PLACE_OF_TEXT = ("tool_calls", "function_call", "reasoning", "reasoning_content", "refusal")
 """Fields of a message that may replace a text: calls, or reasoning that reached the length limit."""
 MOST_SHOWN = 300
+CLIENTS = ("httpcore", "httpcore2", "httpx", "httpx2", "openai")
 REQUESTS_FAULT = (400, 413, 422)
 """Statuses by which an endpoint rejects a request; any other error status is a failure of the endpoint."""
 
@@ -86,7 +87,10 @@ class Unanswered:
 
 
 def refusal_of(body: object) -> str:
-    """Returns the endpoint's message, at most 300 characters, from the body (text or parsed) of a rejection."""
+    """Returns the endpoint's message, at most 300 characters, from the body (text or parsed) of a rejection.
+
+    Of a list of faults only their messages, since FastAPI puts the request's content next to each.
+    """
     if isinstance(body, str):
         try:
             body = json.loads(body)
@@ -95,15 +99,20 @@ def refusal_of(body: object) -> str:
     message = body
     for name in ("error", "message", "detail"):
         message = message.get(name, message) if isinstance(message, dict) else message
+    if isinstance(message, list):
+        message = "; ".join(str(fault["msg"]) for fault in message if isinstance(fault, dict) and "msg" in fault)
     return (message if isinstance(message, str) else json.dumps(message))[:MOST_SHOWN]
 
 
 def described(error: BaseException | str) -> str:
-    """Formats an error of OpenAI's client without quoting prompts or answers."""
+    """Formats an error; quotes its message only if that can hold neither prompts nor answers."""
     if isinstance(error, str):
         return error
-    status, cause = getattr(error, "status_code", None), error.__cause__
-    return f"{type(error).__name__} {status}" if status else f"{type(cause or error).__name__}: {cause or error}"
+    if status := getattr(error, "status_code", None):
+        return f"{type(error).__name__} {status}"
+    cause = error.__cause__ or error
+    plain = isinstance(cause, OSError) or type(cause).__module__.partition(".")[0] in CLIENTS
+    return f"{type(cause).__name__}: {cause}" if plain else type(cause).__name__
 
 
 def _concerns(reply: Any) -> bool:

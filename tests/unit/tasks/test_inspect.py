@@ -213,7 +213,7 @@ def test_score_is_published_with_an_interval_from_its_samples_and_inspects_own_l
 
 def test_rows_that_code_of_a_model_wrote_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     output = written(tmp_path / "out", WHOLE, [ACCURACY])
-    monkeypatch.setattr("tasks.evaluators.inspect_ai.results.MOST_BYTES_OF_A_LINE", 64)
+    monkeypatch.setattr("tasks.evaluators.inspect_ai.evaluator.MOST_BYTES_OF_A_LINE", 64)
     with pytest.raises(HarnessOutputInvalid, match=r"a line of samples\.jsonl"):
         EVALUATOR.read(output, make_config("demo_choices"))[0]
     (output / "samples.jsonl").unlink()

@@ -26,7 +26,7 @@ from tasks.evaluators.harness import Parsed, Progress, verify_counts
 from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.evaluators.lm_eval.files import NO_ANSWER
 from tasks.evaluators.lm_eval.options import LmEvalOptions
-from tasks.evaluators.lm_eval.samples import clusters_of
+from tasks.evaluators.lm_eval.results import clusters_of
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 DATA = Path(__file__).parents[2] / "data" / "lm_eval"

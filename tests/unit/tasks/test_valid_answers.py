@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import tasks
@@ -64,13 +65,26 @@ def test_malformed_answer_is_an_error(asked: dict[str, Any], kind: str) -> None:
             "stop cannot contain an empty string",
         ),
         ({"message": "too long", "code": 400}, "too long"),
-        ('{"detail": [{"msg": "no"}]}', '[{"msg": "no"}]'),
+        ('{"detail": [{"msg": "no"}, {"msg": "too long", "input": "the prompt"}]}', "no; too long"),
         ("not json" * 99, ("not json" * 99)[:300]),
         ("[" * 9, "[" * 9),
     ],
 )
-def test_refusal_quotes_the_endpoint(body: Any, words: str) -> None:
+def test_refusal_quotes_the_endpoint_but_no_prompt(body: Any, words: str) -> None:
     assert refusal_of(body) == words
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (httpx.ReadTimeout("timed out"), "ReadTimeout: timed out"),
+        (ConnectionResetError("reset"), "ConnectionResetError: reset"),
+        (KeyError("the prompt"), "KeyError"),
+        (ValueError("no verdict in: the answer"), "ValueError"),
+    ],
+)
+def test_description_of_an_error_quotes_neither_prompt_nor_answer(error: Exception, words: str) -> None:
+    assert PROGRAM["described"](error) == words
 
 
 @pytest.mark.parametrize(

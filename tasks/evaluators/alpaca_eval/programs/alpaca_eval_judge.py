@@ -32,12 +32,6 @@ NO_ANSWER = (openai.OpenAIError, AssertionError, AttributeError, LookupError, Ty
 """Exceptions of a failed request, or of a reply that is no answer."""
 
 
-def describe_error(error: BaseException) -> str:
-    """Formats an error, with at most 200 characters of its message."""
-    status = getattr(error, "status_code", None)
-    return f"{type(error).__name__}{f' {status}' if status else ''}: {str(error)[:SHOWN_CHARACTERS]}"
-
-
 MOST_LOGPROBS = 20  # vLLM's default limit
 
 
@@ -165,7 +159,7 @@ class Judge:
                 answer = client.completions.create(prompt=text, **fields)
             choice = answer.choices[0]
         except NO_ANSWER as error:
-            self._unusable(f"it gave no answer: {describe_error(error)}")
+            self._unusable(f"it gave no answer: {type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}")
         if fields.get("logprobs") and choice.logprobs is None:
             self._unusable(f"its answers have no log-probabilities, which {self._name} needs")
 
@@ -225,7 +219,7 @@ class Judge:
         try:
             completions = OWN_COMPLETION(*arguments, **options)
         except NO_ANSWER as error:  # a missing verdict, which is counted
-            problem = describe_error(error)
+            problem = valid_answers.described(error)
             logging.warning("no verdict: %s", problem)
             self._unanswered.note(error)
             self._lost += 1
@@ -258,8 +252,9 @@ class Judge:
             TypeError,
             ValueError,
         ) as error:  # no hub, unknown instructions, too few of them: the plain win rate remains
-            logging.warning("no length-controlled win rate: %s", describe_error(error))
-            self.described[note] = f"not reported: {describe_error(error)}"
+            problem = valid_answers.described(error)
+            logging.warning("no length-controlled win rate: %s", problem)
+            self.described[note] = f"not reported: {problem}"
             return {}
 
 

@@ -25,15 +25,7 @@ from huggingface_hub import hf_hub_download
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 import valid_answers
-from alpaca_eval_judge import (
-    CONNECT_SECONDS,
-    DATA_SET,
-    NO_ANSWER,
-    RETRIES,
-    SHOWN_CHARACTERS,
-    Judge,
-    describe_error,
-)
+from alpaca_eval_judge import CONNECT_SECONDS, DATA_SET, NO_ANSWER, RETRIES, SHOWN_CHARACTERS, Judge
 from refusals import Refused, chat_template_needed, digest_of, few_of_each_kind, refusals_into, write_json
 
 PLAN_NAME = "plan.json"
@@ -156,7 +148,7 @@ async def generate(
             try:
                 text, reason, tokens = await ask(client, fields, prompt, chat=job["chat"], stops=job["prompt_stops"])
             except NO_ANSWER as error:  # a missing output, which is counted
-                logging.warning("no output: %s", describe_error(error))
+                logging.warning("no output: %s", valid_answers.described(error))
                 unanswered.note(error)
                 text, reason, tokens = None, "error", None
         bar.update()

@@ -28,7 +28,7 @@ from helm.clients import auto_client, openai_client
 from helm.common.hierarchical_logger import hlog, hwarn
 from helm.common.request import GeneratedOutput, RequestResult
 from helm.proxy.retry import get_retry_decorator, retry_if_request_failed
-from helm_smooth import scores_choices
+from helm_choices import scores_choices
 from refusals import Refused, causes
 
 PROGRESS_SECONDS = 0.5

@@ -35,7 +35,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "progra
 import helm_asking
 import helm_runs
 import helm_unpacking
-from helm_smooth import with_smooth_scores
+from helm_choices import with_smooth_scores
 from refusals import Refused, no_chat_template, refusals_into
 
 DEPLOYMENT_FOLDER = "prod_env"

@@ -26,8 +26,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 from lm_eval.utils import set_torch_seed
-from lm_eval_index import code_runners, is_complete
-from lm_eval_unloadable import refuse_unloadable
+from lm_eval_index import code_runners, is_complete, refuse_unloadable
 from refusals import Refused
 
 CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"

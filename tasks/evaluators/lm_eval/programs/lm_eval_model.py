@@ -94,7 +94,7 @@ class Checked(LocalCompletionsAPI):
             if response.status in REQUESTS_FAULT:
                 raise RefusedError(f"status {response.status}: {refusal_of(await response.text())}")
             if not response.ok:
-                body = (await response.text())[:MOST_SHOWN]
+                body = refusal_of(await response.text())
                 _log.warning("Request failed with status %d, and is tried again: %s", response.status, body)
             response.raise_for_status()
             try:
