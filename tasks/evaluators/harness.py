@@ -307,22 +307,19 @@ def failure_of(
     remedy: str,
 ) -> AssayError:
     """Returns the error for a harness that ended, as `ending`, without results; `remedy` is for an error of its own."""
-    lines = [line[:_SHOWN_LINE_CHARACTERS] for line in log.splitlines() if line.strip()]
-    last_lines = "\n".join(lines[-_SHOWN_LOG_LINES:])
-    expected = f"{evaluator.name} to end with exit code 0 within {config.timeout_seconds:g} s"
+    kind = HarnessInterrupted if late or interrupted else HarnessFailed
     if late:
-        return HarnessInterrupted(
-            expected=expected,
-            found=f"it was still running then, and was ended. Its last lines:\n{last_lines}",
-            remedy="Raise timeout_seconds, lower max_eval_instances, or give the pool more replicas",
-        )
-    if interrupted:
-        return HarnessInterrupted(
-            expected=expected,
-            found=f"it was ended from outside ({ending}). Its last lines:\n{last_lines}",
-            remedy="Evaluate again; if the machine ran out of memory, give it more",
-        )
-    return HarnessFailed(expected=expected, found=f"{ending}. Its last lines:\n{last_lines}", remedy=remedy)
+        ending = "it was still running then, and was ended"
+        remedy = "Raise timeout_seconds, lower max_eval_instances, or give the pool more replicas"
+    elif interrupted:
+        ending = f"it was ended from outside ({ending})"
+        remedy = "Evaluate again; if the machine ran out of memory, give it more"
+    lines = [line[:_SHOWN_LINE_CHARACTERS] for line in log.splitlines() if line.strip()]
+    return kind(
+        expected=f"{evaluator.name} to end with exit code 0 within {config.timeout_seconds:g} s",
+        found="\n".join([f"{ending}. Its last lines:", *lines[-_SHOWN_LOG_LINES:]]),
+        remedy=remedy,
+    )
 
 
 def refusal_in(output: Path) -> AssayError | None:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -126,11 +126,7 @@ def read_outcome(evaluation: NativeEvaluation) -> Outcome | None:
 
 
 def give_up(evaluation: NativeEvaluation) -> None:
-    """Marks an evaluation so that its job skips it unless it has ended.
-
-    Raises:
-        StorageError: the folder is not writable.
-    """
+    """Marks an evaluation so that its job skips it unless it has ended."""
     storage.write_bytes(storage.join(evaluation.output, GIVEN_UP_NAME), b"")
 
 
@@ -212,7 +208,7 @@ def evaluate_there(evaluations: Sequence[NativeEvaluation], program: NativeProgr
         scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="assay-evaluation-")))
         staged = held.enter_context(Staging(settings().staging_dir, max_bytes=settings().staging_max_bytes))
         publishing = held.enter_context(ThreadPoolExecutor(1))
-        runner = held.enter_context(_Runner(program))
+        runner = held.enter_context(closing(_Runner(program)))
         published = []
         for place, (number, evaluation) in enumerate(left):
             at = number
@@ -261,12 +257,6 @@ class _Runner:
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
-    def __enter__(self) -> _Runner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-
     def evaluate(self, evaluation: NativeEvaluation, output: Path) -> bool:
         config, evaluator = evaluation.config, self._program.evaluator
         python = self._program.python
@@ -291,7 +281,7 @@ class _Runner:
         if state == "evaluated":
             return True
         returncode = process.wait() if state == "ended" else None
-        self._end()
+        self.close()
         if state != "given up" and returncode != 0:
             raise refusal_in(output) or failure_of(
                 evaluator,
@@ -361,7 +351,7 @@ class _Runner:
                 for place in (log, sys.stderr):
                     place.write(line)
 
-    def _end(self) -> None:
+    def close(self) -> None:
         process, self._process = self._process, None
         if process is None:
             return

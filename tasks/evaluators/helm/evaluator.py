@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from pools.endpoint import RunningModel
 from resources.errors import BadInput, not_there, unknown
-from resources.jobs import inheritance
-from resources.settings import process_environment, settings
+from resources.settings import settings
 from resources.storage import storage
-from resources.storage.regular_files import read_cached
 from tasks.errors import HarnessFailed, UnknownBenchmark
 from tasks.evaluators.evaluator import Evaluator, benchmarks_of
 from tasks.evaluators.helm.environment import HELM
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.helm.results import read_results
 from tasks.evaluators.helm.runs import RESULTS_FOLDER
+from tasks.evaluators.listings import listed, remembered
 from tasks.records.record import SCOPE_NAME
 from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
@@ -31,7 +29,6 @@ from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 ALL_ENTRIES = "all"  # the benchmark that means every entry of a file
 OWN_FOLDER = "helm"  # of a user's own run entries, inside the benchmarks folder
 _PROGRAM = Path(__file__).parent / "programs" / "list_helm.py"
-_LIST_SECONDS = 600  # 3 s on 2 cores; a network disk takes longer
 
 
 class _Arguments(BaseModel):
@@ -53,7 +50,7 @@ def check_entries(config: EvaluationConfig, python: Path) -> None:
     foreign = [task for task in config.evals if task.name not in own]
     if not foreign:
         return
-    known = _listed(python)
+    known = remembered(python, _PROGRAM, kind=_Known)
     if path is None:
         for task in foreign:
             if task.name not in known.entries:
@@ -124,7 +121,7 @@ def _names_in(uri: str, python: Path) -> set[str]:
         copy = Path(folder) / "run_specs.conf"
         copy.write_bytes(content)
         try:
-            descriptions: list[str] = json.loads(_last_line(python, str(copy)))
+            descriptions: list[str] = json.loads(listed(python, _PROGRAM, str(copy)))
         except HarnessFailed as error:
             raise BadInput(
                 expected="run entries as HELM reads them: entries: [{description: ..., priority: 1}]",
@@ -132,33 +129,6 @@ def _names_in(uri: str, python: Path) -> set[str]:
                 remedy=f"Correct {uri}",
             ) from error
     return {description.partition(":")[0] for description in descriptions}
-
-
-def _listed(python: Path) -> _Known:
-    identity = python.absolute().parent.parent.name
-    remembered = settings().environments_dir / f"{identity}.entries.json"
-    try:
-        return _Known.model_validate_json(read_cached(remembered))
-    except (OSError, ValidationError):
-        pass
-    listed = _last_line(python)
-    storage.write_bytes(str(remembered), listed.encode())
-    return _Known.model_validate_json(listed)
-
-
-def _last_line(python: Path, *arguments: str) -> str:
-    argv = [str(python), "-I", str(_PROGRAM), *arguments]
-    variables = process_environment({"HF_HUB_OFFLINE": "1"}, inherited=inheritance.HARNESS)
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_LIST_SECONDS, env=variables)
-        return done.stdout.splitlines()[-1]
-    except (OSError, IndexError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or ""
-        raise HarnessFailed(
-            expected="HELM to list run entries",
-            found="\n".join([str(error), *str(output).splitlines()[-10:]]),
-            remedy=f"Run it by hand: {subprocess.list2cmdline(argv)}",
-        ) from error
 
 
 _MOST_THREADS = 64

@@ -15,12 +15,11 @@ from resources.config import ResourceConfig, TpuConfig
 from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput
 from resources.settings import settings
-from resources.storage import storage
 from resources.tpu import largest_single_vm_slice
 from tasks.evaluators.evaluator import Evaluator, Parsed
 from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.levanter.options import LevanterOptions
-from tasks.evaluators.lm_eval.evaluator import check_benchmarks, local_benchmarks, preload_arguments
+from tasks.evaluators.lm_eval.evaluator import check_benchmarks, own_benchmarks, preload_arguments
 from tasks.evaluators.lm_eval.files import RESULTS_FOLDER
 from tasks.evaluators.lm_eval.results import read_results
 from tasks.evaluators.reading import read_result
@@ -69,8 +68,8 @@ def _read(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterable[Samp
 def _check(config: EvaluationConfig, python: Path) -> None:
     _check_single_vm(config.resource_config or ResourceConfig())
     check_benchmarks(config, python)
-    writing = [task.name for task in config.evals if task.name in _known_to_generate(config)]
-    if writing:  # some are refused only in the program
+    generate = own_benchmarks(config).generate
+    if writing := [task.name for task in config.evals if task.name in generate]:  # some are refused only in the program
         raise BadInput(
             expected="benchmarks that compare log-probabilities, which is all that Levanter evaluates",
             found=f"{', '.join(writing)}, which lets the model write",
@@ -86,21 +85,6 @@ def _check_single_vm(resources: ResourceConfig) -> None:
             found=f"{device.variant}, which has {device.slice.vms}",
             remedy=f"Ask for {largest_single_vm_slice(device.variant)}, or serve the model to lm_evaluation_harness",
         )
-
-
-def _known_to_generate(config: EvaluationConfig) -> set[str]:
-    if config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path):
-        return set()
-    names: set[str] = set()
-    for path in local_benchmarks(config).rglob("*.yaml"):
-        try:
-            text = path.read_text()
-        except (OSError, ValueError):
-            continue
-        named = re.search(r"^task:\s*['\"]?([^\s'\"#]+)", text, re.MULTILINE)
-        if named and re.search(r"^output_type:\s*['\"]?generate_until\b", text, re.MULTILINE):
-            names.add(named[1])
-    return names
 
 
 EVALUATOR = Evaluator(

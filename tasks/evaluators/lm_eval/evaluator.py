@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from pools.endpoint import RunningModel
-from resources.errors import BadInput, EnvironmentBuildFailed, not_there, unknown
-from resources.jobs import inheritance
-from resources.settings import process_environment, settings
+from resources.errors import BadInput, not_there, unknown
+from resources.settings import settings
 from resources.storage import storage
-from resources.storage.regular_files import read_cached
-from tasks.errors import HarnessFailed, UnknownBenchmark
+from tasks.errors import UnknownBenchmark
 from tasks.evaluators.evaluator import Evaluator
+from tasks.evaluators.listings import remembered
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.files import NO_ANSWER, RESULTS_FOLDER
 from tasks.evaluators.lm_eval.options import LmEvalOptions
@@ -30,7 +27,6 @@ from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import LmEvalBenchmarkOptions
 
 PROGRAM = Path(__file__).parent / "programs" / "run_lm_eval.py"
-_LIST_SECONDS = 600  # 13 s to read fifteen thousand benchmark files on 2 cores; a network disk takes longer
 
 
 @dataclass
@@ -41,54 +37,22 @@ class OwnBenchmarks:
     unreadable: list[str] = field(default_factory=list)  # files that are not YAML
     run_code: set[str] = field(default_factory=set)
     """Benchmarks marked in their own file as running model-written code."""
+    generate: set[str] = field(default_factory=set)
+    """Benchmarks that let the model write according to their own file."""
 
 
-class Listing(BaseModel):
-    """Benchmarks that come with lm-eval."""
-
+class _Listing(BaseModel):
     benchmarks: list[str]  # benchmarks, groups and tags
     run_code: list[str]  # names that run model-written code, or have a part that does
 
 
 def listed_benchmarks(python: Path) -> list[str]:
     """Returns all names that come with lm-eval; cached per environment, since listing takes many seconds."""
-    return listing(python).benchmarks
+    return _listing(python).benchmarks
 
 
-def listing(python: Path) -> Listing:
-    """Lists the benchmarks that come with the lm-eval of an environment; see `listed_benchmarks`."""
-    environment = python.absolute().parent.parent
-    remembered = settings().environments_dir / f"{environment.name}.index.json"
-    try:
-        return Listing.model_validate_json(read_cached(remembered))
-    except (OSError, ValidationError):
-        pass
-    argv = [str(python), "-I", str(PROGRAM), "--list"]
-    try:
-        variables = process_environment(inherited=inheritance.HARNESS)
-        listed = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_LIST_SECONDS, env=variables)
-        benchmarks = Listing.model_validate_json(listed.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        output = str(getattr(error, "stderr", None) or "")
-        reason = "\n".join([str(error), *output.splitlines()[-10:]])
-        if isinstance(error, OSError) or "ImportError" in output or "ModuleNotFoundError" in output:
-            raise EnvironmentBuildFailed(
-                expected=f"an environment with lm-eval in {environment}",
-                found=reason,
-                remedy=f"Delete the folder {environment} and run again: it is built again",
-            ) from error
-        raise HarnessFailed(
-            expected="lm-eval to list its benchmarks",
-            found=reason,
-            remedy=f"Run it by hand: {subprocess.list2cmdline(argv)}",
-        ) from error
-    storage.write_bytes(str(remembered), json.dumps(benchmarks.model_dump()).encode())
-    return benchmarks
-
-
-def local_benchmarks(config: EvaluationConfig) -> Path:
-    """Returns the path of the user's folder of benchmarks if it lies on this machine."""
-    return storage.local_path(benchmarks_uri(config)).absolute()
+def _listing(python: Path) -> _Listing:
+    return remembered(python, PROGRAM, "--list", kind=_Listing)
 
 
 def own_benchmarks(config: EvaluationConfig) -> OwnBenchmarks:
@@ -98,7 +62,7 @@ def own_benchmarks(config: EvaluationConfig) -> OwnBenchmarks:
             copy = Path(folder) / "benchmarks"
             storage.copy_to_local(config.benchmarks_path, copy)
             return _found_in(copy)
-    folder = local_benchmarks(config)
+    folder = storage.local_path(benchmarks_uri(config)).absolute()
     if config.benchmarks_path is not None and not folder.is_dir():
         remedy = "Correct the path, or leave it out for the benchmarks that come with Assay and lm-eval"
         raise not_there("a folder with benchmarks as YAML files", f"benchmarks_path={config.benchmarks_path}", remedy)
@@ -120,6 +84,8 @@ def _found_in(folder: Path) -> OwnBenchmarks:
             benchmarks.names |= names
             if content.get("unsafe_code", False) is not False:
                 benchmarks.run_code |= names
+            if content.get("output_type") == "generate_until":
+                benchmarks.generate |= names
     return benchmarks
 
 
@@ -178,7 +144,7 @@ def check_benchmarks(config: EvaluationConfig, python: Path) -> None:
     own = own_benchmarks(config)
     run_code = set(own.run_code)
     if any(task.name not in own.names for task in config.evals):
-        known = listing(python)
+        known = _listing(python)
         for task in config.evals:
             if task.name not in own.names and task.name not in known.benchmarks:
                 raise _unknown(task.name, own=own, known=known.benchmarks, place=benchmarks_uri(config))

@@ -148,11 +148,7 @@ def _is_text(response: Any) -> bool:
 
 
 def _is_log_probability(response: Any) -> bool:
-    number: Any = response[0] if isinstance(response, list) and response else response
-    try:
-        return math.isfinite(float(number))
-    except (TypeError, ValueError):
-        return False
+    return math.isfinite(_log_probability(response))
 
 
 def _is_scored(sample: Mapping[str, Any]) -> bool:

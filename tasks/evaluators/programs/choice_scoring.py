@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from choice_plan import Choice, Step, in_order, plan
+from valid_answers import ROUNDING, Malformed
 
 CACHED, ECHO = "prefix cache", "echo"  # scoring methods in records
 LEAST_CONTEXT = 64
@@ -31,8 +32,7 @@ LEAST_CONTEXT = 64
 TOO_SHORT = f"choices of several tokens behind fewer than {LEAST_CONTEXT} cost less to echo"
 CACHE_SHARE = 2
 """Requests in flight together add at most this fraction (1/2) of the cache, since shared contexts need room as well."""
-ROUNDING = 1e-6  # a log-probability may be above 0 by this much
-TOKEN_ID = "token_id:"
+TOKEN_ID = "token_id:"  # prefix of tokens in answers with `return_tokens_as_token_ids`
 FIRST_AUDITED, AUDITED_LATER = 20, 100
 """Contexts scored both ways: the first 20 of a new engine, afterwards 1 in 100."""
 LARGEST_DIFFERENCES = {"float32": 1e-4, "float16": 0.03125, "bfloat16": 0.25}
@@ -46,10 +46,6 @@ differ by whole nats. A type without a bound must agree exactly.
 SCHEMA_VERSION = 1  # stored verdicts of other versions followed other rules, and are ignored
 
 Row = tuple[float, float]  # log-probability of a scored token, and of the most likely token there
-
-
-class UnreadableAnswerError(Exception):
-    """An answer that does not fit its request; the message describes the defect without quoting the answer."""
 
 
 class NotTakenError(Exception):
@@ -79,10 +75,10 @@ def largest_difference(rows: Sequence[Row], others: Sequence[Row]) -> float:
 def labelled_rows(answer: Any, labels: Sequence[int]) -> dict[int, Row]:
     """Returns the token log-probs of labels behind a context, by token."""
     top = _at(answer, "choices", 0, "logprobs", "top_logprobs", 0)
-    values = [top.get(f"{TOKEN_ID}{label}") for label in labels] if isinstance(top, dict) else []
+    values: list[Any] = [top.get(f"{TOKEN_ID}{label}") for label in labels] if isinstance(top, dict) else []
     others = list(top.values()) if isinstance(top, dict) else []
     if not values or not all(map(_is_log_probability, (*values, *others))):
-        raise UnreadableAnswerError("a label without a log-probability")
+        raise Malformed("a label without a log-probability")
     likeliest = max(others)
     return {label: (value, likeliest) for label, value in zip(labels, values, strict=True)}
 
@@ -94,7 +90,7 @@ def prompt_rows(answer: Any, tokens: Sequence[int], start: int) -> list[Row] | N
     if not isinstance(rows, list) or (isinstance(cached, int) and cached >= start):
         return None
     if len(rows) > len(tokens):
-        raise UnreadableAnswerError("more rows than the prompt has tokens")
+        raise Malformed("more rows than the prompt has tokens")
     scored: list[Row] = []
     for place in range(start, len(tokens)):
         row = rows[place - len(tokens)] if len(tokens) - place <= len(rows) else None

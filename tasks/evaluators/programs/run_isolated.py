@@ -163,9 +163,8 @@ def _without_namespaces(
 
 def _execute(specification: dict[str, Any], command: list[str], environment: dict[str, str]) -> NoReturn:
     os.setsid()
-    os.dup2(
-        os.open(os.devnull, os.O_RDONLY), 0
-    )  # the device of this mount namespace: root could change the mode of the machine's
+    # The device of this mount namespace: root could change the mode of the machine's.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     bound_process(specification)
     os.closerange(3, 1 << 20)  # descriptors that parent processes left open
     os.execvpe(command[0], command, environment)

@@ -30,7 +30,7 @@ _replaced: list[int] = []  # surrogate halves per changed answer; several thread
 
 
 class Malformed(Exception):
-    """An answer with status 200 that does not fit its request."""
+    """An answer with status 200 that does not fit its request; the message does not quote it."""
 
 
 def hooks() -> dict[str, list[Any]]:

@@ -295,7 +295,7 @@ def test_labelled_rows_refuses_a_label_that_is_missing_or_no_log_probability() -
 
     assert labelled_rows(answer(t7=-2.0, t9=-1.0), [7]) == {7: (-2.0, -1.0)}
     for broken in (answer(t9=-1.0), answer(t7=0.5), answer(t7=None), answer(t7=-1.0, t9=float("nan")), {}, None, []):
-        with pytest.raises(scoring.UnreadableAnswerError):
+        with pytest.raises(scoring.Malformed):
             labelled_rows(broken, [7])
 
 
@@ -313,5 +313,5 @@ def test_prompt_rows_takes_no_row_of_another_token_or_of_the_cache() -> None:
     assert prompt_rows(answer([None, *rows[:2]]), asked, 2) is None, "rows of other places"
     assert prompt_rows(answer([None, rows[0], rows[1], {"4": {"logprob": 0.5}}]), asked, 2) is None
     assert prompt_rows(answer(None), asked, 2) is None
-    with pytest.raises(scoring.UnreadableAnswerError):
+    with pytest.raises(scoring.Malformed):
         prompt_rows(answer([None, *rows, *rows]), asked, 2)

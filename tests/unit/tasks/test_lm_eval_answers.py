@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-import runpy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,13 @@ import pytest
 
 import tasks
 from fakes.engine_answers import completions_of, prompts_of
+from fakes.malformed import KINDS, malformed
 
-PROGRAM = runpy.run_path(str(Path(tasks.__file__).parent / "evaluators/lm_eval/programs/lm_eval_answers.py"))
-MALFORMED: type[Exception] = PROGRAM["MalformedAnswerError"]
+with pytest.MonkeyPatch.context() as patch:
+    for folder in ("programs", "lm_eval/programs"):
+        patch.syspath_prepend(Path(tasks.__path__[0]) / "evaluators" / folder)
+    program: Any = importlib.import_module("lm_eval_answers")
+COUNTED_LATER = ("no text", "not a number", "infinite")
 PROMPTS = [[*b"A triangle has three"], [*b"A triangle has seven"]]
 START = len(b"A triangle has")
 
@@ -27,7 +30,7 @@ def answer(*, ids: bool = True, prompts: list[list[int]] = PROMPTS) -> dict[str,
 
 
 def weigh_rows(*given: Any, **options: Any) -> tuple[float, bool]:
-    rows = PROGRAM["weighed_rows"](*given, **options)
+    rows = program.weighed_rows(*given, **options)
     return sum(value for value, _ in rows), all(value == best for value, best in rows)
 
 
@@ -35,7 +38,7 @@ def weigh(content: Any, *, prompts: list[list[int]] = PROMPTS) -> list[tuple[flo
     def read(tokens: list[int]) -> list[str]:
         return [bytes(tokens).decode()]
 
-    choices = PROGRAM["choices_of"](content, len(prompts))
+    choices = program.choices_of(content, len(prompts))
     return [
         weigh_rows(choice, asked, START, sent=len(asked), read=read)
         for choice, asked in zip(choices, prompts, strict=True)
@@ -46,86 +49,22 @@ def rows_of(content: dict[str, Any]) -> dict[str, list[Any]]:
     return content["choices"][0]["logprobs"]
 
 
-def few_rows(content: dict[str, Any]) -> None:
-    for column in rows_of(content).values():
-        del column[3]
-
-
-def only_generated(content: dict[str, Any]) -> None:
-    for column in rows_of(content).values():
-        del column[:-1]
-
-
-def positive(content: dict[str, Any]) -> None:
-    rows_of(content)["token_logprobs"][5] = 0.5
-
-
-def all_zero(content: dict[str, Any]) -> None:
-    rows = rows_of(content)
-    rows["token_logprobs"] = [None] + [0.0] * len(rows["token_logprobs"][1:])
-
-
-def without_number(content: dict[str, Any]) -> None:
-    rows_of(content)["token_logprobs"][5] = None
-
-
-def swapped(content: dict[str, Any]) -> None:
-    first, second = content["choices"]
-    first["index"], second["index"] = 1, 0
-
-
-def same_index(content: dict[str, Any]) -> None:
-    content["choices"][1]["index"] = 0
-
-
-def without_choices(content: dict[str, Any]) -> None:
-    content["choices"] = []
-
-
-def too_few(content: dict[str, Any]) -> None:
-    del content["choices"][1]
-
-
-def too_many(content: dict[str, Any]) -> None:
-    content["choices"].append({**content["choices"][1], "index": 2})
-
-
-def of_another_prompt(content: dict[str, Any]) -> None:
-    content["choices"][0] = {**content["choices"][1], "index": 0}
-
-
-def aborted(content: dict[str, Any]) -> None:
-    content["choices"][0]["finish_reason"] = "abort"
-
-
-def without_rows(content: dict[str, Any]) -> None:
-    content["choices"][0]["logprobs"] = None
-
-
-def without_likeliest(content: dict[str, Any]) -> None:
-    rows_of(content)["top_logprobs"] = [None] * len(rows_of(content)["tokens"])
-
-
-Damage = Callable[[dict[str, Any]], None]
-DAMAGES = (
-    *(few_rows, only_generated, positive, all_zero, without_number, swapped, same_index, without_choices, too_few),
-    *(too_many, of_another_prompt, aborted, without_rows, without_likeliest),
-)
-
-
 @pytest.mark.parametrize("ids", [True, False], ids=["named by ids", "named by texts"])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_malformed_log_probabilities_are_no_answer(damage: Damage, ids: bool):
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind not in COUNTED_LATER), "no likeliest tokens"])
+def test_malformed_log_probabilities_are_no_answer(kind: str, ids: bool):
     content = answer(ids=ids)
     assert all(weight < 0 for weight, _ in weigh(content))
-    damage(content)
-    with pytest.raises(MALFORMED):
+    if kind == "no likeliest tokens":
+        rows_of(content)["top_logprobs"] = [None] * len(rows_of(content)["tokens"])
+    else:
+        content = malformed(kind, content, other=answer(ids=ids, prompts=PROMPTS[::-1]))
+    with pytest.raises(program.Malformed):
         weigh(content)
 
 
 @pytest.mark.parametrize("content", [None, [], {}, {"choices": None}, {"choices": [None, None]}])
 def test_malformed_answer_without_choices_is_no_answer(content: Any):
-    with pytest.raises(MALFORMED, match="choices"):
+    with pytest.raises(program.Malformed, match="choices"):
         weigh(content)
 
 
@@ -153,17 +92,17 @@ def test_token_that_was_generated_by_order_is_weighed_like_one_of_the_prompt():
     forced = weigh_rows(made.choice, asked, START, sent=len(asked) - 1, read=lambda tokens: [])
     assert [forced] == weigh(whole, prompts=PROMPTS[:1])
     unnamed = {**made.choice, "logprobs": {**made.choice["logprobs"], "tokens": ["a"] * len(asked)}}
-    with pytest.raises(MALFORMED, match="generated"):
+    with pytest.raises(program.Malformed, match="generated"):
         weigh_rows(unnamed, asked, START, sent=len(asked) - 1, read=lambda tokens: [])
 
 
 def written(choice: dict[str, Any], *, prompt: str = "", stops: tuple[str, ...] = ()) -> Any:
-    return PROGRAM["written"](choice, prompt=prompt, stops=stops)
+    return program.written(choice, prompt=prompt, stops=stops)
 
 
 @pytest.mark.parametrize("end", ["abort", "error", None, "", 7])
 def test_text_that_was_cut_is_no_answer(end: Any):
-    with pytest.raises(MALFORMED, match="finish_reason"):
+    with pytest.raises(program.Malformed, match="finish_reason"):
         written({"text": "four", "finish_reason": end})
 
 

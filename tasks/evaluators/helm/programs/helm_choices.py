@@ -30,7 +30,6 @@ from choice_scoring import (
     Row,
     Scorer,
     Trust,
-    UnreadableAnswerError,
     smooth_scores,
 )
 from helm.benchmark.adaptation.adapter_spec import ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS, AdapterSpec
@@ -147,14 +146,14 @@ async def _rows(
     ) as client:
 
         async def ask(path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:
-            unreadable = UnreadableAnswerError("none")
+            unreadable = valid_answers.Malformed("none")
             for _ in range(tries):
                 try:
                     address = job["base_url"].removesuffix("/v1") + path
                     return read(await client.post(address, cast_to=object, body=body))
                 except openai.OpenAIError as error:
                     raise NotTakenError(f"{valid_answers.described(error)} for {path}") from error
-                except UnreadableAnswerError as error:
+                except valid_answers.Malformed as error:
                     unreadable = error
             raise NotTakenError(f"{unreadable} for {path}")
 
@@ -190,7 +189,7 @@ def _echoed(answer: Any, text: Text) -> list[Row]:
         last = range(len(values) - text.weighed, len(values))
         return [(float(values[place]), max(tops[place].values())) for place in last]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise UnreadableAnswerError(f"{type(error).__name__} in an echo") from error
+        raise valid_answers.Malformed(f"{type(error).__name__} in an echo") from error
 
 
 ASKED_ALONE = "original"

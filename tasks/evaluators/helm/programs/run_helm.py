@@ -9,7 +9,6 @@ The OpenAI client itself reads the endpoint's key from OPENAI_API_KEY.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -36,7 +35,7 @@ import helm_asking
 import helm_runs
 import helm_unpacking
 from helm_choices import with_smooth_scores
-from refusals import Refused, no_chat_template, refusals_into
+from refusals import Refused, digest_of, no_chat_template, refusals_into
 
 DEPLOYMENT_FOLDER = "prod_env"
 DEPLOYMENT = "assay/checkpoint"
@@ -44,6 +43,7 @@ DEPLOYMENT = "assay/checkpoint"
 TOKENIZER = "huggingface/checkpoint"
 COMPLETIONS_CLIENT = "helm.clients.openai_client.OpenAILegacyCompletionsClient"
 CHAT_CLIENT = "helm.clients.openai_client.OpenAIClient"
+READER = "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer"
 ENTRIES_NAME = "run_specs.conf"
 ALL_ENTRIES = "all"
 OWN_FOLDER = "helm"
@@ -157,62 +157,37 @@ def _write_deployment(job: dict[str, Any]) -> dict[str, Any]:
         empty = tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)
     first = list(getattr(empty, "input_ids", empty))
     length = (job["max_model_len"] or _context_of(Path(job["tokenizer"]))) - len(first)
-    client = {
-        "base_url": job["base_url"],
-        "openai_model_name": job["model"],
-        "timeout": job["request_timeout_seconds"],
-        "max_retries": job["request_retries"],
+    args = {"base_url": job["base_url"], "openai_model_name": job["model"]}
+    args |= {"timeout": job["request_timeout_seconds"], "max_retries": job["request_retries"]}
+    model = {
+        **{"name": model_name(job), "creator_organization_name": "Assay", "display_name": job["model"]},
+        **{"description": "A checkpoint of a training run.", "access": "open", "release_date": None},
+        "tags": ["TEXT_MODEL_TAG", "FULL_FUNCTIONALITY_TEXT_MODEL_TAG"],
     }
-    name = model_name(job)
+    reader = {
+        "name": TOKENIZER,
+        "tokenizer_spec": {"class_name": READER, "args": {"pretrained_model_name_or_path": job["tokenizer"]}},
+        "end_of_text_token": tokenizer.eos_token or "",
+        "prefix_token": tokenizer.bos_token or tokenizer.eos_token or "",
+    }
+    deployment = {
+        **{"name": DEPLOYMENT, "model_name": model["name"], "tokenizer_name": TOKENIZER, "max_sequence_length": length},
+        "client_spec": {"class_name": CHAT_CLIENT if in_chat else COMPLETIONS_CLIENT, "args": args},
+    }
     files = {
-        "model_metadata.yaml": {
-            "models": [
-                {
-                    "name": name,
-                    "creator_organization_name": "Assay",
-                    "display_name": job["model"],
-                    "description": "A checkpoint of a training run.",
-                    "access": "open",
-                    "release_date": None,
-                    "tags": ["TEXT_MODEL_TAG", "FULL_FUNCTIONALITY_TEXT_MODEL_TAG"],
-                }
-            ]
-        },
-        "tokenizer_configs.yaml": {
-            "tokenizer_configs": [
-                {
-                    "name": TOKENIZER,
-                    "tokenizer_spec": {
-                        "class_name": "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer",
-                        "args": {"pretrained_model_name_or_path": job["tokenizer"]},
-                    },
-                    "end_of_text_token": tokenizer.eos_token or "",
-                    "prefix_token": tokenizer.bos_token or tokenizer.eos_token or "",
-                }
-            ]
-        },
-        "model_deployments.yaml": {
-            "model_deployments": [
-                {
-                    "name": DEPLOYMENT,
-                    "model_name": name,
-                    "tokenizer_name": TOKENIZER,
-                    "max_sequence_length": length,
-                    "client_spec": {"class_name": CHAT_CLIENT if in_chat else COMPLETIONS_CLIENT, "args": client},
-                }
-            ]
-        },
+        "model_metadata.yaml": {"models": [model]},
+        "tokenizer_configs.yaml": {"tokenizer_configs": [reader]},
+        "model_deployments.yaml": {"model_deployments": [deployment]},
     }
     Path(DEPLOYMENT_FOLDER).mkdir(exist_ok=True)
     for file_name, content in files.items():
         (Path(DEPLOYMENT_FOLDER) / file_name).write_text(json.dumps(content, indent=2))
     rule = "as the chat template does" if in_chat else "as the endpoint's tokenizer does"
     bos = "with a BOS" if first[:1] == [tokenizer.bos_token_id] else "without a BOS"
-    template = json.dumps(tokenizer.chat_template, sort_keys=True)
     return {
         "seeds": {"questions": 0, "examples": "number of the trial"},
         "bos": f"{rule}: {bos}",
-        "chat_template": hashlib.sha256(template.encode()).hexdigest() if in_chat else None,
+        "chat_template": digest_of(json.dumps(tokenizer.chat_template, sort_keys=True)) if in_chat else None,
     }
 
 

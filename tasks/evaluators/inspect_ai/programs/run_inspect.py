@@ -22,17 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from inspect_ai.log import EvalLog, EvalSample, EvalScore
-from inspect_ai.scorer import value_to_float
-
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 import inspect_shuffles  # before Inspect
 import valid_answers
 from inspect_ai import Task
 from inspect_ai import eval as evaluate
 from inspect_ai.hooks import Hooks, SampleEnd, hooks
-from inspect_ai.log import read_eval_log_samples
+from inspect_ai.log import EvalLog, EvalSample, EvalScore, read_eval_log_samples
 from inspect_ai.model import get_model_info
+from inspect_ai.scorer import value_to_float
 from inspect_ai.solver import SolverSpec
 from inspect_loading import judge_of, load_solver, load_tasks, model_of, nothing_but_ours, questions_of, refused_tools
 from refusals import Refused, chat_template_needed, digest_of, refusals_into, write_json

@@ -11,20 +11,17 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution
 from typing import Any
 
+from choice_scoring import TOKEN_ID
+from valid_answers import COLUMNS, Malformed
+
 ENDS = ("stop", "length", "content_filter", "tool_calls", "function_call", "eos", "eos_token", "stop_sequence")
 """Finish reasons of a whole answer; with others, such as abort and error, it was cut."""
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<reasoning>", "</reasoning>"))
-TOKEN_ID = "token_id:"  # prefix of tokens in answers with `return_tokens_as_token_ids`
 MOST_ABOVE_ZERO = 1e-4  # rounding: float32 resolves logits of 1000 to 6e-5
 FEWEST_ZEROS = 3  # fewer tokens may all be certain
 BUILD = ("datasets", "torch", "transformers")
-COLUMNS = ("tokens", "token_logprobs", "top_logprobs")
 Choice = dict[str, Any]
 Reader = Callable[[list[int]], Iterable[str]]
-
-
-class MalformedAnswerError(Exception):
-    """An answer that does not fit its request; the message describes the defect without quoting the answer."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +38,16 @@ def choices_of(answer: Any, count: int) -> list[Choice]:
     """Returns the choices of an answer in the order of the prompts."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise MalformedAnswerError("no list of choices")
+        raise Malformed("no list of choices")
     indices = [choice.get("index") for choice in choices]
     if any(type(index) is not int for index in indices) or sorted(indices) != list(range(count)):
-        raise MalformedAnswerError(f"choices {indices}, where {count} prompts were asked")
+        raise Malformed(f"choices {indices}, where {count} prompts were asked")
     return sorted(choices, key=lambda choice: choice["index"])
 
 
 def _check_end(choice: Choice) -> None:
     if (end := choice.get("finish_reason")) not in ENDS:
-        raise MalformedAnswerError(f"a finish_reason {str(end)[:40]!r}")
+        raise Malformed(f"a finish_reason {str(end)[:40]!r}")
 
 
 def generated_tokens(answer: Any) -> int | None:
@@ -77,31 +74,31 @@ def weighed_rows(
     columns = [rows.get(name) if isinstance(rows, dict) else None for name in COLUMNS]
     tokens, values, tops = [column if isinstance(column, list) else [] for column in columns]
     if not len(tokens) == len(values) == len(tops) == sent + 1:
-        raise MalformedAnswerError(f"{len(values)} log-probabilities, where a prompt of {sent} tokens was sent")
+        raise Malformed(f"{len(values)} log-probabilities, where a prompt of {sent} tokens was sent")
     if not all(isinstance(value, int | float) for value in values[1:]):
-        raise MalformedAnswerError("a token without a log-probability")
+        raise Malformed("a token without a log-probability")
     if any(value > MOST_ABOVE_ZERO and math.isfinite(value) for value in values[1:]):
-        raise MalformedAnswerError("a log-probability above 0")
+        raise Malformed("a log-probability above 0")
     if sent >= FEWEST_ZEROS and not any(values[1:]):
-        raise MalformedAnswerError("log-probabilities that are all 0")
+        raise Malformed("log-probabilities that are all 0")
     _check_tokens(choice, [str(token) for token in tokens], asked, sent=sent, read=read)
     scored = list(zip(values, tops, strict=True))[start : len(asked)]
     likeliest = [max(top.values()) if isinstance(top, dict) and top else None for _, top in scored]
     if None in likeliest:
-        raise MalformedAnswerError("a position without its most likely token")
+        raise Malformed("a position without its most likely token")
     return [(value, best) for (value, _), best in zip(scored, likeliest, strict=True) if best is not None]
 
 
 def _check_tokens(choice: Choice, tokens: list[str], asked: Sequence[int], *, sent: int, read: Reader) -> None:
     if all(token.startswith(TOKEN_ID) for token in tokens):
         if tokens[: len(asked)] != [f"{TOKEN_ID}{token}" for token in asked]:
-            raise MalformedAnswerError("an echo of other tokens than were sent")
+            raise Malformed("an echo of other tokens than were sent")
         return
     if sent < len(asked):
-        raise MalformedAnswerError("no ids of tokens, so that the generated token is unknown")
+        raise Malformed("no ids of tokens, so that the generated token is unknown")
     echoed = choice.get("text")
     if isinstance(echoed, str) and not any(_plain(echoed).startswith(_plain(text)) for text in read(list(asked))):
-        raise MalformedAnswerError("an echo of another text than was sent")
+        raise Malformed("an echo of another text than was sent")
 
 
 def _plain(text: str) -> str:

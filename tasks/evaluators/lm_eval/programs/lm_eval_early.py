@@ -51,18 +51,21 @@ class Question:
     requests: list[Instance] = field(default_factory=list)
 
 
+@dataclass
 class EarlyQuestions:
     """The questions of all tasks, by benchmark and id."""
 
-    def __init__(self, tasks: dict[str, list[Task]], model: Any, output: Path, *, room: int) -> None:
-        self._model = model
-        self._output = output
-        self._room = room
+    tasks: dict[str, list[Task]]
+    model: Any
+    output: Path
+    room: int
+
+    def __post_init__(self) -> None:
         self._answers: dict[int, list[Any]] = {}
         self._scores: dict[Key, dict[str, float]] = {}
         self._batches = 0
         self._questions: dict[Key, Question] = {}
-        for task in (task for items in tasks.values() for task in items):
+        for task in (task for items in self.tasks.values() for task in items):
             self._questions |= questions_of(task)
         self._types = {request.request_type for question in self._questions.values() for request in question.requests}
 
@@ -71,13 +74,13 @@ class EarlyQuestions:
         keys: list[Key] = [tuple(key) for key in plan["questions"]]
         if keys:
             self._refuse_others(keys, plan["prompts"])
-        (self._output / ANSWERED_NAME).write_text("")
+        (self.output / ANSWERED_NAME).write_text("")
         for batch in plan["batches"]:
             self._ask([key for key in map(tuple, batch) if key in self._questions])
         if keys:
             self._decide(keys, plan)
         for kind in self._types:
-            setattr(self._model, kind, partial(self._answered, getattr(self._model, kind)))
+            setattr(self.model, kind, partial(self._answered, getattr(self.model, kind)))
 
     def _decide(self, keys: list[Key], plan: dict[str, Any]) -> None:
         sys.path.append(str(Path.cwd()))
@@ -85,7 +88,7 @@ class EarlyQuestions:
 
         asking = EarlyAsking(plan)
         requests = sum(len(question.requests) for question in self._questions.values()) / len(self._questions)
-        least = max(1, min(round(ROUNDS * self._room / requests), len(keys) // PARTS))
+        least = max(1, min(round(ROUNDS * self.room / requests), len(keys) // PARTS))
         asked = 0
         while places := [] if asking.decided else asking.next(max(least, asked // GROWTH)):
             self._ask([keys[place] for place in places if keys[place] not in self._scores])
@@ -131,10 +134,10 @@ class EarlyQuestions:
             if self._batches == 0:  # lm-eval's message, which labels the progress bars
                 logging.getLogger("lm_eval.evaluator").info("Running %s requests", kind)
             repeated = [request for request in requests for _ in range(request.repeats or 1)]
-            for request, answer in zip(repeated, getattr(self._model, kind)(repeated), strict=True):
+            for request, answer in zip(repeated, getattr(self.model, kind)(repeated), strict=True):
                 self._answers.setdefault(id(request), []).append(answer)
         self._score(keys)
-        with (self._output / ANSWERED_NAME).open("a", encoding="utf-8") as file:
+        with (self.output / ANSWERED_NAME).open("a", encoding="utf-8") as file:
             for benchmark, name in keys:
                 scores = self._scores[benchmark, name]
                 line = {"benchmark": benchmark, "id": name, "batch": self._batches, "scores": scores}

@@ -1,4 +1,4 @@
-"""Lists lm-eval's benchmarks, those that run model-written code, and reasons not to load one. In its environment."""
+"""Index of lm-eval's benchmarks: names, code that models write, refusals of broken benchmarks. In its environment."""
 
 from __future__ import annotations
 

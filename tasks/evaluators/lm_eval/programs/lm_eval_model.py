@@ -14,15 +14,15 @@ from itertools import chain
 from typing import Any
 
 from aiohttp import ClientError, ClientResponseError, ClientSession, ClientTimeout, TCPConnector
-from choice_scoring import Choice, NotTakenError, Outcome, Row, Scorer, Trust, UnreadableAnswerError, weight_of
+from choice_scoring import Choice, NotTakenError, Outcome, Row, Scorer, Trust, weight_of
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.models import api_models
 from lm_eval.models.api_models import LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER as NO_ANSWER
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
-from lm_eval_answers import MalformedAnswerError, choices_of, generated_tokens, weighed_rows, written
+from lm_eval_answers import choices_of, generated_tokens, weighed_rows, written
 from tenacity import retry, retry_if_not_exception_type, stop_after_attempt, wait_exponential
-from valid_answers import MOST_SHOWN, REQUESTS_FAULT, parsed, refusal_of
+from valid_answers import MOST_SHOWN, REQUESTS_FAULT, Malformed, parsed, refusal_of
 
 MOST_STOPS = 4  # every endpoint accepts these
 NOT_TAKEN = (403, 404, 405, 501)
@@ -100,7 +100,7 @@ class Checked(LocalCompletionsAPI):
             try:
                 return parsed(await response.read())[0]
             except ValueError as error:
-                raise MalformedAnswerError("no JSON") from error
+                raise Malformed("no JSON") from error
 
     def _create_payload(self, messages: Any, generate: bool = False, gen_kwargs: Any = None, **_: Any) -> Any:
         own_seed = "seed" in (gen_kwargs or {})
@@ -293,7 +293,7 @@ def _endpoint_faults() -> Iterator[None]:
         yield
     except ClientResponseError as error:
         raise EndpointFaultError(f"status {error.status}") from error
-    except (ClientError, MalformedAnswerError, UnreadableAnswerError, OSError) as error:  # a time-out is an OSError
+    except (ClientError, Malformed, OSError) as error:  # a time-out is an OSError
         raise EndpointFaultError(f"{type(error).__name__}: {error}"[:MOST_SHOWN]) from error
 
 

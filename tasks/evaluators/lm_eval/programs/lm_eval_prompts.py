@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,31 +30,24 @@ DOCUMENTS = ("rank", "limit", "world_size", "samples")  # arguments that select 
 _log = logging.getLogger("lm_eval")
 
 
+@dataclass
 class Questions:
     """The questions of a run; settled once the last prompt is built, before lm-eval's first request."""
 
-    def __init__(
-        self,
-        job: dict[str, Any],
-        tasks: dict[str, list[Task]],
-        model: Any,
-        tokenizer: Any,
-        *,
-        output: Path,
-        on_settled: Callable[[], None],
-        on_planned: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._job = job
-        self._tasks = tasks
-        self._model = model
-        self._tokenizer = tokenizer
-        self._output = output
-        self._on_settled = on_settled
-        self._on_planned = on_planned
+    job: dict[str, Any]
+    tasks: dict[str, list[Task]]
+    model: Any
+    tokenizer: Any
+    output: Path
+    on_settled: Callable[[], None]
+    on_planned: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
         self._skipped: list[str] = []
         self._contexts: dict[str, dict[int, int]] = {}
-        self._unbuilt = sum(len(items) for items in tasks.values())
-        for task in (task for items in tasks.values() for task in items):
+        self._everything = [task for items in self.tasks.values() for task in items]
+        self._unbuilt = len(self._everything)
+        for task in self._everything:
             task.build_all_requests = partial(self._build, task, task.build_all_requests)
 
     def _build(self, task: Task, build: Callable[..., None], **options: Any) -> None:
@@ -79,20 +73,18 @@ class Questions:
             self._settle()
 
     def _settle(self) -> None:
-        everything = [task for items in self._tasks.values() for task in items]
-        long_prompts = {name_of(task): too_long(task, self._model, self._tokenizer) for task in everything}
-        policy = self._job["long_prompts"]
-        for task in everything:
+        long_prompts = {name_of(task): too_long(task, self.model, self.tokenizer) for task in self._everything}
+        policy = self.job["long_prompts"]
+        for task in self._everything:
             long = long_prompts[name_of(task)]
             if long.needed and policy == "skip":
                 self._skip(task, long)
-            elif policy == "fail" or self._job["conversations"]:
-                self._refuse_if(task, long, set(long.needed))
+            elif refused := set(long.needed) if policy == "fail" or self.job["conversations"] else long.hopeless:
+                self._refuse(task, long, refused)
             else:
-                self._refuse_if(task, long, long.hopeless)
                 self._check_truncated(task, long)
-        controls = {name_of(task): self._controlled(task) for task in everything}
-        planned = {key: plan(tasks, self._job["limit"]) for key, tasks in self._tasks.items()}
+        controls = {name_of(task): self._controlled(task) for task in self._everything}
+        planned = {key: plan(tasks, self.job["limit"]) for key, tasks in self.tasks.items()}
         for name, row in (pair for rows in planned.values() for pair in rows.items()):
             needed = long_prompts[name].needed
             row["skipped" if policy == "skip" else "truncated"] = len(needed)
@@ -100,12 +92,12 @@ class Questions:
             row["control"] = controls[name]
             row["truncated_questions"] = sorted(needed) if policy != "skip" else []
             row["contexts"] = self._contexts[name]
-        self._on_settled()
+        self.on_settled()
         if self._skipped:
-            (self._output / SKIPPED_NAME).write_text("".join(self._skipped), encoding="utf-8")
-        asked = {name_of(task): to_be_asked(task, self._model, self._tokenizer) for task in everything}
-        write_json(self._output / PLAN_NAME, {"benchmarks": planned, "to_be_asked": asked})
-        self._on_planned()
+            (self.output / SKIPPED_NAME).write_text("".join(self._skipped), encoding="utf-8")
+        asked = {name_of(task): to_be_asked(task, self.model, self.tokenizer) for task in self._everything}
+        write_json(self.output / PLAN_NAME, {"benchmarks": planned, "to_be_asked": asked})
+        self.on_planned()
 
     def _skip(self, task: Task, long: TooLong) -> None:
         skipped = {instance.doc_id: instance for instance in task.instances if instance.doc_id in long.needed}
@@ -126,9 +118,9 @@ class Questions:
             return None
         name = name_of(task)
         outcome, failure = control(task, list(task.doc_iterator()))
-        if failure is None or self._job["failed_control"] == "note":
+        if failure is None or self.job["failed_control"] == "note":
             return outcome
-        (self._output / CONTROL_NAME).write_text(evidence(name, failure), encoding="utf-8")
+        (self.output / CONTROL_NAME).write_text(evidence(name, failure), encoding="utf-8")
         raise Refused(
             expected=f"{name} to score its own right answers better than an empty answer",
             found=f"{outcome}, the first to question {failure.doc_id}: {failure.scores}, where an empty answer has"
@@ -140,20 +132,16 @@ class Questions:
 
     def _check_truncated(self, task: Task, long: TooLong) -> None:
         asked = len({instance.doc_id for instance in task.instances})
-        if len(long.needed) > self._job["max_truncated"] * asked:
+        if len(long.needed) > self.job["max_truncated"] * asked:
             self._refuse(task, long, set(long.needed))
         if long.needed:
-            room = f"the {self._model.max_length} tokens there are for them and their answers"
+            room = f"the {self.model.max_length} tokens there are for them and their answers"
             task.notes.append(f"{len(long.needed)} of {asked} prompts were cut on the left to fit into {room}.")
-
-    def _refuse_if(self, task: Task, long: TooLong, questions: set[int]) -> None:
-        if questions:
-            self._refuse(task, long, questions)
 
     def _refuse(self, task: Task, long: TooLong, questions: set[int]) -> NoReturn:
         asked = len({instance.doc_id for instance in task.instances})
         longest = max(long.needed[number] for number in questions)
-        policy, most = self._job["long_prompts"], self._job["max_truncated"]
+        policy, most = self.job["long_prompts"], self.job["max_truncated"]
         remedy = {
             "fail": "set lm_eval.long_prompts to truncate_left or skip",
             "skip": "leave it out: no question of it fits",
@@ -161,7 +149,7 @@ class Questions:
             + (": these cannot be cut" if questions == long.hopeless else f", or raise max_truncated above {most:g}"),
         }[policy]
         raise Refused(
-            expected=f"prompts of {name_of(task)} that fit into the {self._model.max_length} tokens there are for them"
+            expected=f"prompts of {name_of(task)} that fit into the {self.model.max_length} tokens there are for them"
             f" and their answers (lm_eval.long_prompts is {policy}, max_truncated {most:g})",
             found=f"{len(questions)} of {asked} questions that do not, the longest with {longest} tokens",
             remedy=f"Raise max_model_len in engine_kwargs if the model allows it, lower num_fewshot, or {remedy}",

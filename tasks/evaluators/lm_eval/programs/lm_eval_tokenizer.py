@@ -13,8 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from choice_scoring import TOKEN_ID
 from lm_eval.models.utils import resolve_max_length
-from lm_eval_answers import TOKEN_ID
 from lm_eval_model import Completions
 from refusals import Refused, no_chat_template
 
@@ -97,47 +97,31 @@ def prove_tokenizer(job: dict[str, Any], model: Completions) -> None:
         return
     options = {"echo": True, "logprobs": 1} if job["prompt_logprobs"] else {}
     as_text = _asked(model, PROBE, options)
-    expected = f"the tokenizer in {job['model_args']['tokenizer']} to be that of {model.model} at {model.base_url}"
-    remedy = "Set model_path to the checkpoint that the endpoint serves, or serve this checkpoint"
+
+    def other(problem: str) -> Refused:
+        expected = f"the tokenizer in {job['model_args']['tokenizer']} to be that of {model.model} at {model.base_url}"
+        return Refused(expected, problem, "Set model_path to the checkpoint that the endpoint serves, or serve this")
+
     counted = (as_text.get("usage") or {}).get("prompt_tokens", len(forms[0]))
     same = next((form for form in forms if len(form) == counted), None)
     if same is None:
         counts = " or ".join(str(count) for count in sorted({len(form) for form in forms}))
-        problem = f"{counted} tokens there in a text that has {counts} here"
-        raise Refused(
-            expected=expected,
-            found=problem,
-            remedy=remedy,
-        )
+        raise other(f"{counted} tokens there in a text that has {counts} here")
     as_ids = _asked(model, [same, prompt], options)
     if "refused" in as_ids:
-        problem = f"token ids refused there: {as_ids['refused']}"
-        raise Refused(
-            expected=expected,
-            found=problem,
-            remedy=remedy,
-        )
+        raise other(f"token ids refused there: {as_ids['refused']}")
     read, meant = _tokens(as_ids)[: len(same)], _tokens(as_text)[: len(same)]
     if read and meant and read != meant:
         place = next(place for place, pair in enumerate(zip(read, meant, strict=False)) if pair[0] != pair[1])
-        problem = f"token {same[place]} is read there as {read[place]!r}, where the text has {meant[place]!r}"
-        raise Refused(
-            expected=expected,
-            found=problem,
-            remedy=remedy,
-        )
+        raise other(f"token {same[place]} is read there as {read[place]!r}, where the text has {meant[place]!r}")
     if options:
         named = _tokens(_asked(model, [same], {**options, "return_tokens_as_token_ids": True}))
         model.token_ids = bool(named) and all(token.startswith(TOKEN_ID) for token in named)
 
 
 def _tokens(answer: dict[str, Any]) -> list[str]:
-    return _rows(answer).get("tokens") or []
-
-
-def _rows(answer: dict[str, Any]) -> dict[str, Any]:
-    choices = answer.get("choices") or [{}]
-    return min(choices, key=lambda choice: choice.get("index", 0)).get("logprobs") or {}
+    first = min(answer.get("choices") or [{}], key=lambda choice: choice.get("index", 0))
+    return (first.get("logprobs") or {}).get("tokens") or []
 
 
 def _asked(model: Completions, prompt: Any, options: dict[str, Any]) -> dict[str, Any]:
