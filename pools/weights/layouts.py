@@ -10,7 +10,6 @@ and tokenizer are not part of it: they come from a folder in Hugging Face's layo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pools.weights.content import content_digest
@@ -119,21 +118,18 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if names[_MOST_NAMED:] else "")
 
 
-@dataclass(frozen=True)
-class NativeFolder:
-    """An inspected native checkpoint, and the step in its metadata; None if it has none."""
-
-    folder: ModelFolder
-    step: int | None
-
-
 def is_native(names: Sequence[str]) -> bool:
     """Returns True if a folder with these files, by names relative to it, is a native checkpoint, complete or not."""
     return MANIFEST_NAME in names or (METADATA_NAME in names and any(name.startswith("model/") for name in names))
 
 
-def inspect_native_folder(uri: str, files: Sequence[FileInfo], *, reference: str | None) -> NativeFolder:
-    """Checks that a folder holds a whole native checkpoint that Levanter can evaluate; failures go into `problems`."""
+def inspect_native_folder(
+    uri: str, files: Sequence[FileInfo], *, reference: str | None
+) -> tuple[ModelFolder, int | None]:
+    """Checks that a folder holds a whole native checkpoint that Levanter can evaluate; failures go into `problems`.
+
+    Also returns the step in its metadata; None if it has none.
+    """
     prefix = uri.rstrip("/") + "/"
     by_name = {file.uri.removeprefix(prefix): file for file in files}
     problems: list[str] = []
@@ -158,7 +154,7 @@ def inspect_native_folder(uri: str, files: Sequence[FileInfo], *, reference: str
         kind="levanter",
         reference=described,
     )
-    return NativeFolder(folder, step)
+    return folder, step
 
 
 def inspect_again(folder: ModelFolder) -> ModelFolder:
@@ -166,7 +162,7 @@ def inspect_again(folder: ModelFolder) -> ModelFolder:
     if folder.kind == "huggingface":
         return inspect_checkpoint(folder.uri)
     reference = folder.reference.uri if folder.reference else None
-    return inspect_native_folder(folder.uri, checkpoint_files(folder.uri), reference=reference).folder
+    return inspect_native_folder(folder.uri, checkpoint_files(folder.uri), reference=reference)[0]
 
 
 def _step(files: Mapping[str, FileInfo], problems: list[str]) -> int | None:

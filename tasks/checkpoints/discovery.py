@@ -163,11 +163,10 @@ def _upwards(folder: str) -> Iterator[str]:
 
 def _levanter(folder: str, files: Sequence[FileInfo], *, reference: str | None) -> Checkpoint:
     run, name, step = _native_name(folder)
-    held = inspect_native_folder(folder, files, reference=reference)
-    if held.step is not None and held.step != step:
-        name, step = f"{run}-{held.step}", held.step
-    problems = held.folder.problems
-    return Checkpoint(folder, run, name, step, held.folder.modified, "levanter", problems, held.folder)
+    held, held_step = inspect_native_folder(folder, files, reference=reference)
+    if held_step is not None and held_step != step:
+        name, step = f"{run}-{held_step}", held_step
+    return Checkpoint(folder, run, name, step, held.modified, "levanter", held.problems, held)
 
 
 def _not_served(folder: str, files: Sequence[FileInfo]) -> Checkpoint:

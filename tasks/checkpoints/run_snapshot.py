@@ -300,7 +300,7 @@ def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:
         files = checkpoint_files(checkpoint.uri)
         if checkpoint.kind == "levanter":
             place = reference or Exports().export_for(checkpoint.uri)
-            return digest_model_folder(inspect_native_folder(checkpoint.uri, files, reference=place).folder).checkpoint
+            return digest_model_folder(inspect_native_folder(checkpoint.uri, files, reference=place)[0]).checkpoint
         folder = inspect_model_folder(checkpoint.uri, files)
         digest = digest_model_folder(folder).checkpoint
         return digest if listing_digest(checkpoint.uri, folder.files.values()) == checkpoint.listing else None
