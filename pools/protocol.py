@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -233,8 +234,9 @@ class ReplicaStatus(Config):
         return self.announcement.state == "ready" and not self.lost and self.announcement.digest == digest
 
 
-class RequestCounters(Config, frozen=False):
-    """Requests since the proxy started, by outcome; only the proxy changes them."""
+@dataclass(slots=True)
+class RequestCounters:
+    """Requests since the proxy started, by outcome; only the proxy changes them, a tenth as fast in a Config."""
 
     answered: int = 0
     """Complete answers with status 2xx, those from the journal included."""
@@ -269,7 +271,8 @@ class Demand(Config):
     """Seconds since the last request for it arrived or was answered; 0 while a request is open."""
 
 
-class JournalStatus(Config, frozen=False):
+@dataclass(slots=True)
+class JournalStatus:
     """Counts of the journal since the proxy started; only the journal changes them."""
 
     hits: int = 0

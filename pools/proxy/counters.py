@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import get_args
 
@@ -109,9 +109,11 @@ def _lines(tally: Tally, replicas: list[ReplicaStatus], held: int, journal: Jour
     yield from _of_replicas(replicas)
     yield from _of_loads(tally, replicas)
     if journal is not None:
-        for name, count in journal.model_dump(exclude={"bytes"}).items():
+        counts = asdict(journal)
+        size = counts.pop("bytes")
+        for name, count in counts.items():
             yield from _family(f"journal_{name}_total", "counter", f"Journal: {name}", {"": count})
-        yield from _family("journal_bytes", "gauge", "Size of what the journal holds", {"": journal.bytes})
+        yield from _family("journal_bytes", "gauge", "Size of what the journal holds", {"": size})
     yield from _latency(tally)
 
 

@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
@@ -289,7 +290,7 @@ class ProxyServer:
                 await self._cells.open(cell, attempt, options)
             case "DELETE":
                 await self._cells.close_cell(cell, attempt, options)
-        return _value(self._tally.cell(cell, attempt))
+        return _json(asdict(self._tally.cell(cell, attempt)))
 
     def _status_now(self) -> ProxyStatus:
         return ProxyStatus(

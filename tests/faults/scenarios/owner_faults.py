@@ -58,7 +58,7 @@ def _own_a_pool_and_ask(recipe: Recipe, work: _Work, run: str) -> None:
 
         asyncio.run(_ask_all(Endpoint(running.base_url, running.api_key, running.model), work.plan, note))
         counts = pool.session.cell_counts(opened)
-        (work.folder / f"{run}.counts").write_text(counts.model_dump_json())
+        (work.folder / f"{run}.counts").write_text(json.dumps(asdict(counts)))
         pool.session.close_cell(opened, finished=False)
 
 

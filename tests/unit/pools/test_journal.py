@@ -312,6 +312,23 @@ async def test_file_stays_within_its_bound_and_keeps_the_newest(path: Path) -> N
     assert path.stat().st_size < 1_600_000
 
 
+async def test_key_filter_has_all_keys_of_the_file_and_of_other_processes(path: Path) -> None:
+    async with opened(path) as (journal, _):
+        await journal.cells.open_cell(FIRST, mirror=None)
+        old = [asked(f"{number}") for number in range(2100)]
+        draws = [sampled(f"{number}") for number in range(1500)]
+        await asyncio.gather(*(answer(journal, question, b"1") for question in old))
+        await asyncio.gather(*(answer(journal, question, b"1", cell=FIRST) for question in draws))
+    async with opened(path) as (journal, _), opened(path) as (other, _):
+        await journal.cells.open_cell(SECOND, mirror=None)
+        assert replayed(journal, old[-1]) == b"1"  # before all keys are read
+        await until(lambda: journal._database._keys._complete)
+        assert all(replayed(journal, question) == b"1" for question in old)
+        assert all(replayed(journal, question, cell=SECOND) == b"1" for question in draws)
+        await answer(other, asked("news"), b"2")
+        assert replayed(journal, asked("news")) == b"2"
+
+
 async def test_log_is_moved_into_the_file_next_to_the_loop(path: Path) -> None:
     async with opened(path) as (journal, _):
         await answer(journal, asked("a"), os.urandom(100_000))

@@ -108,9 +108,9 @@ def _error(body: bytes) -> dict[str, Any]:
 
 
 def _results(proxy: RunningProxy, model: str) -> dict[str, int]:
-    names = {"answered", "client_errors", "server_errors", "cancelled", "retried"}
-    counters = proxy.client.status().models[model].model_dump(include=names)
-    return {name: count for name, count in counters.items() if count}
+    names = ("answered", "client_errors", "server_errors", "cancelled", "retried")
+    counters = proxy.client.status().models[model]
+    return {name: count for name in names if (count := getattr(counters, name))}
 
 
 # --- Passing through -------------------------------------------------------------------------------------------------
