@@ -27,7 +27,7 @@ def qualification_table(qualification: Qualification) -> Table:
         for metric in benchmark.metrics:
             table.add_row(
                 Text(f"{evaluator_title(benchmark.evaluator)}: {benchmark.benchmark}\n{metric.name}"),
-                f"{measured(metric.before, None)}\n{measured(metric.after, None)}",
+                f"{measured(metric.before)}\n{measured(metric.after)}",
                 f"{_bound(metric)}\n{NOTHING if metric.p is None else f'{metric.p:.3f}'}",
                 f"{benchmark.questions:,}\n{_differing(benchmark):,}",
                 Text(metric.verdict, _COLOURS[metric.verdict]),

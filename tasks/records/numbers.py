@@ -25,8 +25,8 @@ def arrow(higher_is_better: bool | None) -> str:
     return {True: " ↑", False: " ↓", None: ""}[higher_is_better]
 
 
-def measured(value: float, stderr: float | None) -> str:
-    """Formats a number and its standard error with decimals by magnitude; in scientific notation from 1e7."""
+def measured(value: float, stderr: float | None = None) -> str:
+    """Formats a number and any standard error, with decimals by magnitude; in scientific notation from 1e7."""
     if math.isfinite(value) and abs(value) >= _AS_POWERS_FROM:
         return f"{value:.3g}" + ("" if stderr is None else f" ± {stderr:.2g}")
     decimals = _decimals(value, fewest=3 if abs(value) < 10 else 2 if abs(value) < 100 else 1)
@@ -59,9 +59,17 @@ def interval(metric: Metric) -> tuple[float, float] | None:
     return (metric.value - Z_95 * metric.stderr, metric.value + Z_95 * metric.stderr) if metric.stderr else None
 
 
+def signed(value: float, *, like: float) -> str:
+    """Formats a number with its sign and as many decimals as `like` has."""
+    if "e" in measured(like):
+        return f"{value:+.2e}".replace("-", "−")
+    decimals = len(measured(like).partition(".")[2])
+    return f"{value:+,.{decimals}f}".replace("-", "−")
+
+
 def between(low: float, high: float, *, like: float) -> str:
     """Formats the ends of an interval with at least as many decimals as `like` has."""
-    if "e" in measured(like, None):
+    if "e" in measured(like):
         return f"[{low:.3g}, {high:.3g}]"
-    decimals = _decimals(low, high, fewest=len(measured(like, None).partition(".")[2]))
+    decimals = _decimals(low, high, fewest=len(measured(like).partition(".")[2]))
     return f"[{low:,.{decimals}f}, {high:,.{decimals}f}]".replace("-", "−")

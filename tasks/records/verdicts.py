@@ -219,10 +219,10 @@ class Verdict:
 
 def early_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
     """Returns an early verdict on a score as text, with its limits."""
-    ends = f"{measured(score.low, None)} to {measured(score.high, None)}"
+    ends = f"{measured(score.low)} to {measured(score.high)}"
     text = (
         f"{score.benchmark} · {score.metric}: {decided_words(score, verdict)}: {score.verdict}; "
-        f"{measured(score.baseline_value, None)} → {measured(score.estimate, None)} ({ends}); "
+        f"{measured(score.baseline_value)} → {measured(score.estimate)} ({ends}); "
         f"speaks of {NOT_COVERED}"
     )
     return f"{text}; cannot be compared: {', '.join(score.unlike)}" if score.unlike else text
@@ -236,6 +236,6 @@ def agreement(verdict: EarlyVerdict, record: Record) -> Iterator[tuple[EarlyScor
         agrees = "agrees with" if score.agrees_with(value) else "contradicts"
         yield (
             score,
-            f"{score.benchmark} · {score.metric}: the whole, {measured(value, None)} over {score.questions:,} "
+            f"{score.benchmark} · {score.metric}: the whole, {measured(value)} over {score.questions:,} "
             f"questions, {agrees} the early verdict, {score.verdict} at {score.asked:,} of them",
         )

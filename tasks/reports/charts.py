@@ -169,7 +169,7 @@ def _summary(results: Results, column: Column, run: str) -> Summary:
     mean = last_means(results, column, run, noises).get(int(latest[-1][0])) if latest else None
     siblings = " (other runs)" if noises[run].siblings else ""
     return Summary(
-        measured(mean.mean, mean.stderr) if mean else "", f"± {measured(noises[run].noise.stddev, None)}{siblings}"
+        measured(mean.mean, mean.stderr) if mean else "", f"± {measured(noises[run].noise.stddev)}{siblings}"
     )
 
 

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from tasks.records.numbers import NOTHING, arrow, measured
+from tasks.records.numbers import NOTHING, arrow, measured, signed
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many
 from tasks.verdicts.comparison import SIGNIFICANT, ComparedMetric, Comparison, Pairing, Verdict
@@ -64,8 +64,8 @@ def comparison_table(comparison: Comparison) -> Table:
         names += [metric.benchmark, metric.metric + arrow(metric.higher_is_better)]
         table.add_row(
             Text("\n".join(names)),
-            f"{measured(metric.first, None)}\n{measured(metric.second, None)}",
-            f"{_signed(metric.finding.difference, like=metric.finding.difference)}\n{_interval(metric)}",
+            f"{measured(metric.first)}\n{measured(metric.second)}",
+            f"{signed(metric.finding.difference, like=metric.finding.difference)}\n{_interval(metric)}",
             f"{_questions(metric)}\n{_TESTS[metric.finding.test]}",
             Text(f"{_p(metric.finding.p)}\n{_p(metric.adjusted_p)}\n").append(*_VERDICTS[metric.verdict]),
         )
@@ -147,16 +147,9 @@ def _short(label: str) -> str:
     return label if len(label) <= 14 else f"{label[:5]}…{label[-8:]}"
 
 
-def _signed(value: float, *, like: float) -> str:
-    if "e" in measured(like, None):
-        return f"{value:+.2e}".replace("-", "−")
-    decimals = len(measured(like, None).partition(".")[2])
-    return f"{value:+,.{decimals}f}".replace("-", "−")
-
-
 def _interval(metric: ComparedMetric) -> str:
     low, high, like = metric.finding.low, metric.finding.high, metric.finding.difference
-    return NOTHING if low is None or high is None else f"{_signed(low, like=like)} … {_signed(high, like=like)}"
+    return NOTHING if low is None or high is None else f"{signed(low, like=like)} … {signed(high, like=like)}"
 
 
 def _questions(metric: ComparedMetric) -> str:

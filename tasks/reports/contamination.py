@@ -1,8 +1,7 @@
 """Scores over all, clean and flagged questions, with the difference between the latter two, for page and tables.
 
 Clean and flagged questions are different samples, so the interval of the difference is unpaired, built from both
-intervals, which are valid for few questions and for clusters (MOVER, Newcombe 1998, Zou and Donner 2008). Questions of
-a cluster on both sides are treated as independent, which is conservative.
+intervals. Questions of a cluster on both sides are treated as independent, which is conservative.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from resources.errors import StorageError
 from resources.storage.bounded_folder import size_text
 from tasks.records.export import SPLIT_COLUMNS
-from tasks.records.numbers import NOTHING
+from tasks.records.numbers import NOTHING, between, measured, signed
 from tasks.records.questions.asked import asked_in, samples_of
 from tasks.records.questions.flags import Flags, QuestionFlag, Search, Status, status_of
 from tasks.records.record import FoundRecord, Metric, Record
@@ -23,9 +22,9 @@ from tasks.records.search import found_below
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many
 from tasks.verdicts.statistics.composition import Composition, composed, composition_of, part_of
+from tasks.verdicts.statistics.intervals import difference_interval
 
 _SHOWN_QUESTIONS = 20
-_DECIMALS = 3
 _SIDES: tuple[Status, Status] = ("clean", "flagged")
 _Statuses = Mapping[tuple[str, str], Status]
 
@@ -107,7 +106,9 @@ class Split(NamedTuple):
         whole = Side(self.metric.value, self.metric.low, self.metric.high, self.metric.n)
         difference = Shown()
         if self.difference is not None:
-            difference = Shown(_number(self.difference, "+"), _shown_interval(self.low, self.high, sign="+"))
+            like = self.difference
+            ends = [None if end is None else signed(end, like=like) for end in (self.low, self.high)]
+            difference = Shown(signed(like, like=like), "" if None in ends else f"[{ends[0]}, {ends[1]}]")
         return *map(_shown, (whole, self.clean, self.flagged)), difference
 
     @property
@@ -211,10 +212,7 @@ def _side(part: Composition) -> Side:
 def _difference(clean: Side, flagged: Side) -> tuple[float | None, float | None]:
     if clean.low is None or clean.high is None or flagged.low is None or flagged.high is None:
         return None, None
-    difference = clean.value - flagged.value
-    down = math.hypot(clean.value - clean.low, flagged.high - flagged.value)
-    up = math.hypot(clean.high - clean.value, flagged.value - flagged.low)
-    return difference - down, difference + up
+    return difference_interval((clean.value, clean.low, clean.high), (flagged.value, flagged.low, flagged.high))
 
 
 def searched(search: Search) -> list[str]:
@@ -237,12 +235,5 @@ def searched(search: Search) -> list[str]:
 def _shown(side: Side | None) -> Shown:
     if side is None:
         return Shown()
-    return Shown(_number(side.value), _shown_interval(side.low, side.high), f"n = {side.n:,}")
-
-
-def _shown_interval(low: float | None, high: float | None, *, sign: str = "") -> str:
-    return "" if low is None or high is None else f"[{_number(low, sign)}, {_number(high, sign)}]"
-
-
-def _number(value: float, sign: str = "") -> str:
-    return f"{value:{sign}.{_DECIMALS}f}".replace("-", "−")
+    ends = "" if side.low is None or side.high is None else between(side.low, side.high, like=side.value)
+    return Shown(measured(side.value), ends, f"n = {side.n:,}")

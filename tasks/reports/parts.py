@@ -69,7 +69,7 @@ class EarlyPart:
 
     @property
     def interval(self) -> str:
-        return f"[{measured(self.score.low, None)}, {measured(self.score.high, None)}]"
+        return f"[{measured(self.score.low)}, {measured(self.score.high)}]"
 
 
 def evaluator_parts(records: Sequence[Record], *, records_at: str | None, page: str | None) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ def _whole(score: EarlyScore, record: Record | None) -> tuple[str | None, bool |
     if integrity(record) == "changed":
         return "its record was changed since it was written", None
     value = score.value_in(record)
-    return ("without this score", None) if value is None else (measured(value, None), score.agrees_with(value))
+    return ("without this score", None) if value is None else (measured(value), score.agrees_with(value))
 
 
 def remarks(counts: Sequence[Counts | None]) -> list[str]:
@@ -227,7 +227,7 @@ class AlertPart:
             "questions": (self.alert.question_noise, "error"),
             "training": (self.alert.training_noise, "deviation"),
         }
-        words = {k: "unknown" if v is None else f"± {measured(v, None)} (standard {m})" for k, (v, m) in noises.items()}
+        words = {k: "unknown" if v is None else f"± {measured(v)} (standard {m})" for k, (v, m) in noises.items()}
         return ", ".join(f"of {name} {text}" for name, text in words.items())
 
 
@@ -267,8 +267,8 @@ def alert_lines(results: Results, column: Column) -> list[str]:
 
 def _numbers(alert: Alert) -> str:
     sign = "−" if alert.found < alert.expected else "+"
-    expected, value = measured(alert.expected, None), measured(alert.found, None)
-    return f"expected {expected}, found {value} ({sign}{measured(abs(alert.found - alert.expected), None)})"
+    expected, value = measured(alert.expected), measured(alert.found)
+    return f"expected {expected}, found {value} ({sign}{measured(abs(alert.found - alert.expected))})"
 
 
 def _lost(alert: Alert, results: Results, scores: QuestionScores, records_at: str | None) -> LostQuestions | str:

@@ -21,6 +21,7 @@ from tasks.records.search import RecordFilter
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many, in_few_words
 from tasks.verdicts.alerts import Alert, alerts_in
+from tasks.verdicts.statistics.intervals import difference_interval
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ColumnResult:
     def text(self) -> str:
         if self.metric is None:
             return NOTHING if self.record.succeeded else self.record.status
-        return " ".join(filter(None, (measured(self.metric.value, None), margin(self.metric))))
+        return " ".join(filter(None, (measured(self.metric.value), margin(self.metric))))
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,11 @@ class Change:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % interval of the difference of two independent measurements (Newcombe 1998); None if unknown."""
+        """95 % interval of the difference of two independent measurements; None if unknown."""
         first, last = interval(self.first), interval(self.last)
         if first is None or last is None:
             return None
-        (low, high), (last_low, last_high) = first, last
-        below = math.hypot(self.last.value - last_low, high - self.first.value)
-        above = math.hypot(last_high - self.last.value, self.first.value - low)
-        return self.difference - below, self.difference + above
+        return difference_interval((self.last.value, *last), (self.first.value, *first))
 
     @property
     def verdict(self) -> str:
@@ -253,14 +251,14 @@ def _columns(records: Sequence[Record]) -> list[Column]:
 
 def change_of(change: Change) -> str:
     """Formats a difference with sign and 95 % interval."""
-    shown = ("+" if change.difference >= 0 else "−") + measured(abs(change.difference), None)
+    shown = ("+" if change.difference >= 0 else "−") + measured(abs(change.difference))
     return shown if change.interval is None else f"{shown} {between(*change.interval, like=change.difference)}"
 
 
 def described(change: Change) -> str:
     """Formats a change in a line."""
     first, last = (
-        f"{' '.join(filter(None, (measured(metric.value, None), margin(metric))))} at step {step:,}"
+        f"{' '.join(filter(None, (measured(metric.value), margin(metric))))} at step {step:,}"
         for metric, step in ((change.first, change.first_step), (change.last, change.last_step))
     )
     return f"{change.run}: {first} → {last} ({change_of(change)}, {change.verdict})"
@@ -294,7 +292,7 @@ def remarks_on(outcome: ColumnResult) -> list[str]:
         return []
     words = [text.format(count=f"{value:,}") for text, value_of in _COUNTED.items() if (value := value_of(details))]
     completed = details.completed.get(outcome.metric.name)
-    return words + ([f"{measured(completed, None)} over the completed"] if completed is not None else [])
+    return words + ([f"{measured(completed)} over the completed"] if completed is not None else [])
 
 
 _COUNTED: dict[str, Callable[[BenchmarkDetails], int | None]] = {
@@ -347,7 +345,7 @@ def _on(results: Results, column: Column) -> Iterator[str]:
     for checkpoint, detail in shown[::-1]:
         outcome = results.outcome(checkpoint, column)
         if column.metric in detail.completed and outcome and outcome.metric:
-            both = f"{measured(detail.completed[column.metric], None)}, over all {measured(outcome.metric.value, None)}"
+            both = f"{measured(detail.completed[column.metric])}, over all {measured(outcome.metric.value)}"
             yield f"{title} · {column.metric}: over completed answers {both} at {checkpoint.name}"
             break
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -20,15 +19,13 @@ from tasks.prefect_server.client import send_events, server_address, server_answ
 from tasks.prefect_server.lazy import flow_run_id
 from tasks.records.builds import read_qualifications
 from tasks.records.current import told_apart
-from tasks.records.index import record_stamps
-from tasks.records.record import FoundRecord, now, read_record
+from tasks.records.record import FoundRecord, find_records, now
 from tasks.verdicts.alert_files import KnownAlert, alerts_on_file, forget, take_untold, write_first
 from tasks.verdicts.alerts import Alert, acknowledging, alerts_in, improvements, sentence, title
 from tasks.verdicts.statistics.composition import QuestionScores
 
 # Age of a record that is still announced if an earlier pass wrote it, which may have died before it found the alert.
 _RECENT = timedelta(hours=1)
-_READ_AT_ONCE = 16  # from an object store; each read waits for the network
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,7 @@ def find_news(run_folder: str, *, since: datetime) -> list[News]:
     in runs that were evaluated long ago, and earlier alerts when many checkpoints are evaluated at once, are only
     listed. Of several concurrent passes, a single pass finds each alert.
     """
-    cells = [storage.join(run_folder, cell) for cell, _ in record_stamps(run_folder)]
-    with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
-        read = list(zip(cells, threads.map(read_record, cells), strict=True))
-    records = [FoundRecord(cell, record) for cell, record in read if record is not None]
+    records = find_records(run_folder)
     qualifications = read_qualifications(storage.parent(run_folder))
     alerts = alerts_in([found_record.record for found_record in records], qualifications=qualifications)
     latest = {_curve(alert): alert.id for alert in sorted(alerts, key=lambda alert: alert.step)}

@@ -220,7 +220,7 @@ def _bounded(rule: BoundRule, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
             and (rule.at_least is None or metric.value >= rule.at_least)
             and (rule.at_most is None or metric.value <= rule.at_most)
         )
-        value = " ".join(filter(None, (measured(metric.value, None), margin(metric))))
+        value = " ".join(filter(None, (measured(metric.value), margin(metric))))
         shown = f"{metric.benchmark} · {metric.name} = {value} (n = {metric.n:,}){origin}"
         yield Reason(checkpoint.name, rule.words, shown, passed)
 
@@ -316,7 +316,7 @@ def judged_by_margin(
     a single side.
     """
     n = f"{how_many(metric.pairing.pairs, 'question')} of both" if metric.pairing else metric.unpaired_because
-    shown = f"{measured(metric.first, None)} → {measured(metric.second, None)} ({n})"
+    shown = f"{measured(metric.first)} → {measured(metric.second)} ({n})"
     apart = metric.pairing.only_first + metric.pairing.only_second if metric.pairing else 0
     if metric.pairing and apart:
         shown += f"; left out: {how_many(metric.pairing.only_first, 'question')} of the baseline alone, "

@@ -54,6 +54,16 @@ def mean_interval(strata: Sequence[Stratum]) -> Interval:
     return Interval(mean.stderr, *ends)
 
 
+def difference_interval(first: tuple[float, float, float], second: tuple[float, float, float]) -> tuple[float, float]:
+    """Returns the interval of the first less the second of two independent values, given with the ends of theirs.
+
+    MOVER (Newcombe 1998, Zou and Donner 2008): valid for few questions and for clusters, as far as both intervals are.
+    """
+    (value, low, high), (other, other_low, other_high) = first, second
+    down, up = math.hypot(value - low, other_high - other), math.hypot(high - value, other - other_low)
+    return value - other - down, value - other + up
+
+
 def unseen_reach(parts: Sequence[tuple[float, int]]) -> float:
     """Returns the largest plausible change of a value by unseen clusters, for parts with equal values in all clusters.
 

@@ -758,4 +758,4 @@ def test_report_says_what_it_cost_against_what_was_expected_and_what_is_unknown(
 )
 def test_share_is_shown_as_all_only_where_it_is(value: float, low: float, high: float, shown: str):
     metric = make_metric(value=value).model_copy(update={"low": low, "high": high})
-    assert f"{measured(value, None)} {margin(metric)}" == shown
+    assert f"{measured(value)} {margin(metric)}" == shown
