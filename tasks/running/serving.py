@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -160,7 +160,7 @@ class _PoolCell(OpenCell):
         pass  # each answer comes from a replica that has verified its weights
 
     def counts(self) -> dict[str, int]:
-        return self.session.cell_counts(self).model_dump()
+        return asdict(self.session.cell_counts(self))
 
     def asked_all(self) -> dict[str, Any]:
         name = self.running.model
