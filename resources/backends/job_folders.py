@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -14,9 +15,9 @@ from typing import Any, Generic, TypeVar
 
 from resources.backends.processes import argv_of
 from resources.errors import BadInput
-from resources.jobs.jobs import Command, JobDetails, JobRequest, JobStatus
+from resources.jobs.jobs import Call, Command, JobDetails, JobRequest, JobStatus
 from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_file
-from resources.jobs.results import raised_by, result_of
+from resources.jobs.results import pickled, raised_by, result_of
 from resources.jobs.waiting import wait_until_finished
 from resources.storage import storage
 from resources.storage.files import replace_json, tail
@@ -133,21 +134,20 @@ class JobFolders(Generic[Job]):
     def create(
         self,
         request: JobRequest,
-        job_id: str,
         *,
-        call: bytes | None,
         python: Path,
         imports: Sequence[str],
         working_directory: Path,
         **further: Any,
     ) -> Path:
-        """Writes the files of a pending job, and returns its folder.
+        """Writes the files of a pending job, and returns its folder, which has the job's id as its name.
 
         Args:
-            call: pickle of the request's callable; None for a command.
             imports: folders for `sys.path` of a callable.
             further: fields of the backend in `specification.json`.
         """
+        job_id = f"{request.name}-{secrets.token_hex(4)}"
+        call = pickled(request.entrypoint, job_id=job_id) if isinstance(request.entrypoint, Call) else None
         folder = self.root / job_id
         folder.mkdir(parents=True, mode=0o700)
         if call is not None:

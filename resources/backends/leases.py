@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, Protocol, TypeVar
 
 from resources.errors import AssayError, BackendUnavailable
 
@@ -18,41 +18,22 @@ _RENEWALS_PER_LEASE = 6
 _log = logging.getLogger(__name__)
 
 
-class Leased(Protocol):
-    """A job that this process has submitted."""
-
-    @property
-    def job_id(self) -> str: ...
-
-    def renew(self) -> bool:
-        """Renews its lease, and takes the steps that only its submitter takes; returns False once it has finished."""
-        ...
-
-
-Job = TypeVar("Job", bound=Leased)
-
-
-class LeaseRenewer(Generic[Job]):
+class LeaseRenewer:
     """Renews the leases of this process' jobs in a daemon thread, six times per lease."""
 
     def __init__(self, *, lease_seconds: float) -> None:
         self._renew_seconds = lease_seconds / _RENEWALS_PER_LEASE
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, Callable[[], bool]] = {}
         self._lock = threading.Lock()
         self._closed: threading.Event | None = None  # close event of the running thread
 
-    def add(self, job: Job) -> None:
-        """Renews the lease of a job until it has finished."""
+    def add(self, job_id: str, renew: Callable[[], bool]) -> None:
+        """Calls `renew` regularly until it returns False, which reports that the job has finished."""
         with self._lock:
-            self._jobs[job.job_id] = job
+            self._jobs[job_id] = renew
             if self._closed is None:
                 self._closed = threading.Event()
                 threading.Thread(target=self._keep, args=(self._closed,), name="job-leases", daemon=True).start()
-
-    def jobs(self) -> list[Job]:
-        """Returns the jobs that had not finished at the last renewal."""
-        with self._lock:
-            return list(self._jobs.values())
 
     def close(self) -> None:
         """Stops all renewals until another job is added."""
@@ -64,11 +45,13 @@ class LeaseRenewer(Generic[Job]):
 
     def _keep(self, closed: threading.Event) -> None:
         while not closed.wait(self._renew_seconds):
-            for job in self.jobs():
+            with self._lock:
+                jobs = list(self._jobs.items())
+            for job_id, renew in jobs:
                 try:
                     with suppress(BackendUnavailable):  # jobs that cannot reach it either keep running
-                        if not job.renew():
+                        if not renew():
                             with self._lock:
-                                self._jobs.pop(job.job_id, None)
+                                self._jobs.pop(job_id, None)
                 except (AssayError, OSError, ValueError) as error:  # the other jobs must still get their renewals
-                    _log.warning("the lease of %s could not be renewed: %s", job.job_id, error)
+                    _log.warning("the lease of %s could not be renewed: %s", job_id, error)

@@ -1,4 +1,4 @@
-"""Results of jobs: a callable's return value or exception, from another process.
+"""Calls for another process, and their results: return values or exceptions.
 
 `resources/backends/programs/run_call.py` writes a result where the job ran, and signs it with a key that was sent with
 the call, is derived from the user's key, and is valid only for that job: other results are never unpickled.
@@ -12,8 +12,10 @@ import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
+import cloudpickle
+
 from resources.errors import AssayError, BadInput, JobFailed, StorageError
-from resources.jobs.jobs import JobHandle, JobStatus
+from resources.jobs.jobs import Call, JobHandle, JobStatus
 from resources.jobs.logs import check_replica
 from resources.jobs.user_key import user_key
 
@@ -49,12 +51,23 @@ class _RemoteTraceback(Exception):
         return f'\n"""\n{self._text}"""'
 
 
-def new_seal(job_id: str) -> bytes:
-    """Returns a nonce and the key that signs this job's results; a random key if the user has no key."""
+def pickled(call: Call, *, job_id: str) -> bytes:
+    """Returns the content of the file that `resources/backends/programs/run_call.py` executes in a job."""
+    try:
+        return _new_seal(job_id) + cloudpickle.dumps((call.function, call.args, dict(call.kwargs)))
+    except Exception as error:  # the objects' own pickling code can raise anything
+        raise BadInput(
+            expected="a callable and arguments that can be pickled, since they are sent to another process",
+            found=f"{getattr(call.function, '__qualname__', call.function)}: {type(error).__name__}: {error}",
+            remedy="Pass paths, names and numbers; open files, locks and connections inside the callable.",
+        ) from error
+
+
+def _new_seal(job_id: str) -> bytes:
     nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
         return nonce + _key_of(nonce, job_id)
-    except StorageError:  # most callers read no result; `result_of` reports the missing key to the others
+    except StorageError:  # no key of the user: most callers read no result, and `result_of` reports it to the others
         return nonce + secrets.token_bytes(_PROOF_BYTES)
 
 

@@ -17,7 +17,7 @@ from resources.backends.ray.placement import Placement, check, place
 from resources.config import ResourceConfig
 from resources.errors import UnsatisfiableResources
 from resources.jobs.jobs import Entrypoint, JobHandle, JobRequest, JobStatus
-from resources.jobs.tpu_lockfile import TPU_LOCKFILE
+from resources.jobs.tpu_machine import TPU_LOCKFILE
 
 pytestmark = pytest.mark.timeout(300)  # seven nodes start in 10 s, or in 60 s on a busy machine
 

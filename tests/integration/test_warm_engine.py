@@ -31,8 +31,7 @@ from pools.engine.reload_trust import differing
 from pools.journal.answers import judge
 from pools.journal.terms import terms_of, token_terms_of
 from pools.settings import ENGINE_KEY_VARIABLE
-from resources.backends.local.client import LocalClient
-from resources.backends.local.job import LocalJob
+from resources.backends.local.client import LocalClient, LocalJob
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, Environment, ensure_environment
 from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment

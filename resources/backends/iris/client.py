@@ -19,7 +19,6 @@ from resources.backends.leases import LEASE_SECONDS, POLL_SECONDS, LeaseRenewer
 from resources.backends.processes import device_variables, existing_folder, import_folders
 from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput
-from resources.jobs.calls import pickled
 from resources.jobs.jobs import (
     Call,
     Command,
@@ -30,6 +29,7 @@ from resources.jobs.jobs import (
     create_environment,
 )
 from resources.jobs.packaging import own_code, package_workspace
+from resources.jobs.results import pickled
 from resources.jobs.waiting import while_running
 from resources.settings import iris_job, iris_task
 from resources.tpu import TPU_TYPE_VARIABLE
@@ -65,9 +65,10 @@ class IrisClient:
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
-        self._leases = LeaseRenewer[IrisJob](lease_seconds=lease_seconds)
+        self._leases = LeaseRenewer(lease_seconds=lease_seconds)
         self._lock = threading.Lock()
         self._jobs: dict[str, IrisJob] = {}
+        self._mortal: dict[str, IrisJob] = {}
         self._packed: dict[Path, tuple[float, bytes]] = {}
         self._groups: tuple[float, list[Group]] = (-inf, [])
         self._known_user: str | None = None  # set by a launch: a controller may use another name for this user
@@ -96,7 +97,8 @@ class IrisClient:
             job = self._handle(job_id, hosts=launch.placement.hosts)
             self._jobs[request.name] = job
             if not request.outlives_parent:
-                self._leases.add(job)
+                self._mortal[request.name] = job
+                self._leases.add(job_id, job.renew)
         return job
 
     def attach(self, job_id: str) -> IrisJob:
@@ -130,7 +132,7 @@ class IrisClient:
         check_groups(resources, groups)
 
     def shutdown(self) -> None:
-        jobs = [job for job in self._leases.jobs() if not job.status().finished]
+        jobs = [job for job in self._mortal.values() if not job.status().finished]
         with ThreadPoolExecutor(_ENDED_AT_ONCE) as pool:
             list(pool.map(IrisJob.terminate, jobs))
         self._leases.close()
@@ -159,27 +161,19 @@ class IrisClient:
             command=("bash", "-c", _COMMAND, CALLABLE if isinstance(request.entrypoint, Call) else COMMAND),
             files=files,
             placement=placed,
-            resources=request.resources,
+            request=request,
+            environment=environment,
             bundle=self._bundle(workspace) if workspace is not None else b"",
             variables={**device_variables(request.resources.device), **environment.env_vars},
-            pip_packages=environment.pip_packages,
-            extras=environment.extras,
-            image=environment.docker_image or request.resources.image,
             installs=project and environment.python is None,
-            max_retries_failure=request.max_retries_failure,
-            max_retries_preemption=request.max_retries_preemption,
         )
 
     def _job(
         self, request: JobRequest, environment: EnvironmentConfig, *, workspace: Path | None, hosts: int
     ) -> dict[str, object]:
-        match request.entrypoint:
-            case Command(command=command, args=args):
-                argv = [command, *args]
-            case Call():
-                argv = None
+        command = request.entrypoint if isinstance(request.entrypoint, Command) else None
         return {
-            "argv": argv,
+            "argv": [command.command, *command.args] if command else None,
             "hosts": hosts,
             "python": str(environment.python.absolute()) if environment.python else None,
             "pip_packages": list(environment.pip_packages),

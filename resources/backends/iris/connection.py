@@ -35,6 +35,7 @@ from resources.backends.iris.states import Attempt, Seen, Task
 from resources.backends.programs.iris_records import RESULTS
 from resources.config import GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, UnsatisfiableResources
+from resources.jobs.jobs import EnvironmentConfig, JobRequest
 
 _CALL_SECONDS = 30.0
 _LAUNCH_SECONDS = 180.0  # a large workspace on a slow line
@@ -54,17 +55,13 @@ class Launch:
     files: Mapping[str, bytes]
     """Files to write below the job's working directory on the worker."""
     placement: Placement
-    resources: ResourceConfig
+    request: JobRequest
+    environment: EnvironmentConfig
     bundle: bytes
     """Zip of the workspace; empty without a workspace."""
     variables: Mapping[str, str] = field(repr=False)
-    pip_packages: Sequence[str]
-    extras: Sequence[str]
-    image: str | None
     installs: bool
     """True if a container installs the workspace's project and the packages before it starts."""
-    max_retries_failure: int
-    max_retries_preemption: int
 
 
 class IrisController:
@@ -98,13 +95,15 @@ class IrisController:
             memory_bytes=launch.placement.memory_bytes,
             disk_bytes=launch.placement.disk_bytes,
         )
-        device = launch.resources.device
+        asked, device = launch.request.resources, launch.request.resources.device
         if isinstance(device, TpuConfig):
             resources.device.CopyFrom(tpu_device(device.variant))
         elif isinstance(device, GpuConfig):
             resources.device.CopyFrom(gpu_device(device.variant, device.count))
         environment = job_pb2.EnvironmentConfig(
-            pip_packages=list(launch.pip_packages), extras=list(launch.extras), env_vars=dict(launch.variables)
+            pip_packages=launch.environment.pip_packages,
+            extras=launch.environment.extras,
+            env_vars=dict(launch.variables),
         )
         environment = with_slice_topology_env(environment, resources, launch.placement.tasks)
         entrypoint = Entrypoint(command=list(launch.command), workdir_files=dict(launch.files))
@@ -114,13 +113,13 @@ class IrisController:
             resources=resources,
             environment=environment,
             bundle_blob=launch.bundle,
-            constraints=[constraint.to_proto() for constraint in constraints_of(launch.resources)],
+            constraints=[constraint.to_proto() for constraint in constraints_of(asked)],
             replicas=launch.placement.tasks,
-            max_retries_failure=launch.max_retries_failure,
-            max_retries_preemption=launch.max_retries_preemption,
+            max_retries_failure=launch.request.max_retries_failure,
+            max_retries_preemption=launch.request.max_retries_preemption,
             preemption_policy=job_pb2.JOB_PREEMPTION_POLICY_TERMINATE_CHILDREN,
             existing_job_policy=job_pb2.EXISTING_JOB_POLICY_KEEP,  # the id is random: it can only be this request
-            task_image=launch.image or "",
+            task_image=launch.environment.docker_image or asked.image or "",
             client_revision_date=client_revision_date(),
         )
         if launch.installs:

@@ -29,8 +29,8 @@ from resources.backends.kubernetes.names import (
 )
 from resources.backends.processes import device_variables
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.jobs.calls import pickled
 from resources.jobs.jobs import Call, EnvironmentConfig, JobRequest
+from resources.jobs.results import pickled
 
 MAIN, ANNOUNCER = "replica", "announcer"
 """The two containers of a pod; the log of the second holds only announcements and the result."""

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 
@@ -90,30 +91,22 @@ def accelerator_of(controller: str, task: str) -> str | None:
         return None
 
 
+@dataclass(kw_only=True)
 class Records:
     """Publishes this replica's record and polls those of the others in a background thread."""
 
-    def __init__(
-        self,
-        controller: str,
-        *,
-        job_id: str,
-        index: int,
-        count: int,
-        attempt: int,
-        poll_seconds: float,
-        lease_seconds: float | None,
-    ) -> None:
+    controller: str
+    job_id: str
+    index: int
+    count: int
+    attempt: int
+    poll_seconds: float
+    lease_seconds: float | None
+
+    def __post_init__(self) -> None:
         self.stop_reason: str | None = None
         self.asked_to_stop = False
         self.lost: str | None = None  # error of a replica that Iris lets the others wait for, but will not restart
-        self._controller = controller
-        self._job_id = job_id
-        self._index = index
-        self._count = count
-        self._attempt = attempt
-        self._poll_seconds = poll_seconds
-        self._lease_seconds = lease_seconds
         self._beat: str | None = None
         self._beat_at = time.monotonic()
         self._lock = threading.Lock()
@@ -153,7 +146,7 @@ class Records:
     def out_of_step(self) -> bool:
         """Returns True if another replica is gone, is ending, or has restarted: then all replicas restart."""
         others = dict(self._others)
-        gone = len(others) < self._count - 1
+        gone = len(others) < self.count - 1
         return gone or self._current_round() != self._mine["round"]
 
     def others_run(self) -> bool:
@@ -162,26 +155,26 @@ class Records:
 
     def _others_say(self, states: tuple[str, ...], current: str) -> bool:
         others = list(dict(self._others).values())
-        return len(others) == self._count - 1 and all(
+        return len(others) == self.count - 1 and all(
             record.get("finished") or (record.get("state") in states and record.get("round") == current)
             for record in others
         )
 
     def _current_round(self) -> str | None:
         others = dict(self._others)
-        if len(others) < self._count - 1 or any(record.get("state") == ENDING for record in others.values()):
+        if len(others) < self.count - 1 or any(record.get("state") == ENDING for record in others.values()):
             return None
         if any(record.get("finished") for record in others.values()):
             return self._mine["round"]
         versions = {index: record.get("version", "") for index, record in others.items()}
-        versions[self._index] = f"{self._attempt}.{self._mine['restarts']}"
+        versions[self.index] = f"{self.attempt}.{self._mine['restarts']}"
         return " ".join(versions[index] for index in sorted(versions))
 
     def _keep(self) -> None:
         while True:
-            in_step = self._count == 1 or self._mine["state"] == RUNNING
+            in_step = self.count == 1 or self._mine["state"] == RUNNING
             calm = in_step and self._published is not None
-            self._changed.wait(self._poll_seconds if calm else min(_FAST_SECONDS, self._poll_seconds))
+            self._changed.wait(self.poll_seconds if calm else min(_FAST_SECONDS, self.poll_seconds))
             self._changed.clear()
             try:
                 with suppress(urllib.error.HTTPError):  # Iris refuses records of an attempt that it has given up
@@ -198,30 +191,30 @@ class Records:
             return
         metadata = {name: str(value) for name, value in mine.items() if value is not None}
         call_controller(
-            self._controller,
+            self.controller,
             "RegisterEndpoint",
-            name=f"{self._job_id}/{NAME}",
-            endpointId=f"{self._job_id}#{self._index}",
-            address=f"replica {self._index}",
-            taskId=f"{self._job_id}/{self._index}",
-            attemptId=self._attempt,
-            metadata={**metadata, "version": f"{self._attempt}.{mine['restarts']}"},
+            name=f"{self.job_id}/{NAME}",
+            endpointId=f"{self.job_id}#{self.index}",
+            address=f"replica {self.index}",
+            taskId=f"{self.job_id}/{self.index}",
+            attemptId=self.attempt,
+            metadata={**metadata, "version": f"{self.attempt}.{mine['restarts']}"},
         )
         self._published = mine
 
     def _look(self) -> None:
-        answer = call_controller(self._controller, "ListEndpoints", prefix=f"{self._job_id}/{NAME}", exact=True)
+        answer = call_controller(self.controller, "ListEndpoints", prefix=f"{self.job_id}/{NAME}", exact=True)
         records = {
             record["endpointId"].rpartition("#")[2]: record.get("metadata", {})
             for record in answer.get("endpoints", [])
         }
-        if str(self._index) not in records:
+        if str(self.index) not in records:
             self._published = None  # lost by a restart of the controller, or the attempt was given up
-        others = {int(key): record for key, record in records.items() if key.isdigit() and int(key) != self._index}
-        for index in range(self._count) if self._count > 1 else ():
-            if index in others or index == self._index:
+        others = {int(key): record for key, record in records.items() if key.isdigit() and int(key) != self.index}
+        for index in range(self.count) if self.count > 1 else ():
+            if index in others or index == self.index:
                 continue
-            task = call_controller(self._controller, "GetTaskStatus", taskId=f"{self._job_id}/{index}").get("task", {})
+            task = call_controller(self.controller, "GetTaskStatus", taskId=f"{self.job_id}/{index}").get("task", {})
             if task.get("state") == _SUCCEEDED:
                 others[index] = {"state": DONE, "finished": "yes"}
             elif task.get("state") in _LOST:
@@ -232,5 +225,5 @@ class Records:
             self.stop_reason = records[STOP].get("reason") or "terminated"
         if (beat := records.get(LEASE, {}).get("beat")) is not None and beat != self._beat:
             self._beat, self._beat_at = beat, time.monotonic()
-        if self._lease_seconds is not None and time.monotonic() - self._beat_at > self._lease_seconds:
+        if self.lease_seconds is not None and time.monotonic() - self._beat_at > self.lease_seconds:
             self.stop_reason = self.stop_reason or "the process that submitted it has ended"

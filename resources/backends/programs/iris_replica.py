@@ -76,7 +76,7 @@ class Replica:
         self._terminated = False
         self._controller = os.environ["IRIS_CONTROLLER_ADDRESS"]
         self._records = Records(
-            self._controller,
+            controller=self._controller,
             job_id=self._job_id,
             index=self._index,
             count=self._count,

@@ -19,11 +19,10 @@ from resources.backends.ray.connection import ControllerGone, RayConnection
 from resources.backends.ray.orders import JobOrder, SentFolder
 from resources.config import ResourceConfig
 from resources.errors import BadInput
-from resources.jobs.calls import pickled
 from resources.jobs.jobs import Call, JobDetails, JobRequest, JobStatus, create_environment
 from resources.jobs.logs import LogPart
 from resources.jobs.packaging import package_workspace
-from resources.jobs.results import raised_by, result_of
+from resources.jobs.results import pickled, raised_by, result_of
 from resources.jobs.waiting import wait_until_finished, while_running
 
 _END_SECONDS = 60.0

@@ -24,8 +24,7 @@ from resources.backends.ray.orders import Output, ProcessEnd, ProcessOrder, refu
 from resources.config import TpuConfig
 from resources.errors import AssayError, BadInput
 from resources.jobs.logs import PART_BYTES
-from resources.jobs.preemption_notice import preemption_announced
-from resources.jobs.tpu_lockfile import remove_tpu_lockfile_on_exit
+from resources.jobs.tpu_machine import preemption_announced, remove_tpu_lockfile_on_exit
 from resources.jobs.waiting import growing_pauses
 
 _LONGEST_PAUSE_SECONDS = 0.3

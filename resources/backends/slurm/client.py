@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import shlex
 import shutil
 import sys
@@ -35,8 +34,7 @@ from resources.backends.slurm.resources import check_nodes, refuse_what_slurm_la
 from resources.backends.slurm.slurm import Slurm, limit_warning
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, UnsatisfiableResources
-from resources.jobs.calls import pickled
-from resources.jobs.jobs import Call, JobDetails, JobRequest, create_environment
+from resources.jobs.jobs import JobDetails, JobRequest, create_environment
 from resources.jobs.packaging import package_workspace, unpack
 from resources.jobs.waiting import while_running
 from resources.settings import job_id, settings
@@ -68,7 +66,7 @@ class SlurmClient:
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
-        self._leases = LeaseRenewer[SlurmJob](lease_seconds=lease_seconds)
+        self._leases = LeaseRenewer(lease_seconds=lease_seconds)
         self._jobs: dict[str, SlurmJob] = {}
         self._has_begun = False
         self._lock = threading.Lock()
@@ -95,8 +93,6 @@ class SlurmClient:
             self._check(request.resources, image=environment.docker_image, replicas=request.replica_count)
             if not self._has_begun:
                 self._begin()
-            job_id = f"{request.name}-{secrets.token_hex(4)}"
-            call = pickled(request.entrypoint, job_id=job_id) if isinstance(request.entrypoint, Call) else None
             local_workspace = workspace_of(environment, backend="on Slurm we run")
             workspace = unpack(package_workspace(local_workspace), self._folder / "workspaces")
             python = interpreter_of(environment, workspace=workspace)
@@ -107,8 +103,6 @@ class SlurmClient:
             start_in.mkdir(parents=True, exist_ok=True)  # empty folders are not in the package
             folder = self._folders.create(
                 request,
-                job_id,
-                call=call,
                 python=python,
                 imports=[str(workspace), *imports],
                 working_directory=start_in,
@@ -123,11 +117,11 @@ class SlurmClient:
                 environment,
                 python=python,
                 defaults=device_variables(request.resources.device),
-                given={"ASSAY_JOB_ID": job_id, "ASSAY_JOBS": self.url, "ASSAY_SLURM_DIR": str(self._folder)},
+                given={"ASSAY_JOB_ID": folder.name, "ASSAY_JOBS": self.url, "ASSAY_SLURM_DIR": str(self._folder)},
             )
             job = self._queue(folder, request, variables=variables)
             self._jobs[request.name] = job
-            self._leases.add(job)
+            self._leases.add(job.job_id, job.renew)
         return job
 
     def attach(self, job_id: str) -> SlurmJob:
@@ -187,7 +181,7 @@ class SlurmClient:
         self._has_begun = True
 
     def _mortal(self) -> list[SlurmJob]:
-        return [job for job in self._leases.jobs() if not job.outlives_parent]
+        return [job for job in self._jobs.values() if not job.outlives_parent]
 
     def _end_at_exit(self) -> None:
         for job in self._mortal():

@@ -20,7 +20,7 @@ from resources.jobs.waiting import growing_pauses
 from resources.storage.files import replace_text
 
 LEASE, SLURM_ID, _STOP = "lease", "slurm_id", "stop"
-"""Further files of the folder: the lease, Slurm's id of the job, and a mark that its end was requested."""
+"""Further files of the folder: the lease, Slurm's id of the job, and the request to end it."""
 _STOP_SIGNAL, _UNTIL_HEARD_SECONDS = "USR2", 2.0
 _END_MARGIN_SECONDS = 60.0  # 45 s of `slurm_batch.py` for processes that do not die, plus Slurm's time to end a job
 _UNSUBMITTED_SECONDS = 120.0

@@ -18,8 +18,7 @@ from faults.scenarios.outcome import Scale, Scenario, ScenarioOutcome
 from faults.scenarios.processes import descendants, send, state_of
 from faults.scenarios.target import Recipe, Target, kept_answers
 from faults.scenarios.trial import plan_of
-from resources.backends.local.client import local_client
-from resources.backends.local.job import LocalJob
+from resources.backends.local.client import LocalJob, local_client
 from resources.config import ResourceConfig
 from resources.jobs.jobs import Call, JobRequest, create_environment
 from resources.settings import settings

@@ -62,7 +62,7 @@ def test_attempt_that_the_controller_has_given_up_does_not_besiege_it() -> None:
         import sys, time
         from iris_records import Records
         place = {"job_id": "/me/job-1", "index": 0, "count": 1, "attempt": 0}
-        records = Records(sys.argv[1], **place, poll_seconds=5.0, lease_seconds=0.5)
+        records = Records(controller=sys.argv[1], **place, poll_seconds=5.0, lease_seconds=0.5)
         records.start()
         while not records.stop_reason:  # its lease is not renewed
             time.sleep(0.02)

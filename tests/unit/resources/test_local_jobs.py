@@ -12,6 +12,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,13 +20,13 @@ import resources
 from fakes.polling import eventual_pid, eventually, is_alive
 from fakes.processes import WITHOUT_MAIN_THREAD
 from faults.scenarios.processes import command_line, state_of
-from resources.backends.local.client import LocalClient
-from resources.backends.local.job import LocalJob
+from resources.backends.local.client import LocalClient, LocalJob
 from resources.backends.processes import device_variables
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs import inheritance
 from resources.jobs.jobs import (
+    Call,
     Command,
     Entrypoint,
     EnvironmentConfig,
@@ -50,8 +51,10 @@ def client(tmp_path: Path) -> Iterator[LocalClient]:
     client.shutdown()
 
 
-def shell(script: str) -> Command:
-    return Entrypoint.from_binary("sh", ["-c", script])
+def job_request(entrypoint: Command | Call | str, name: str = "job", **options: Any) -> JobRequest:
+    """Returns a request for a job on CPUs; a text is a script of the shell."""
+    command = Command("sh", ("-c", entrypoint)) if isinstance(entrypoint, str) else entrypoint
+    return JobRequest(name, command, **{"resources": ON_CPU, **options})
 
 
 def parent_that_submits(jobs_dir: Path, script: str, *, outlives_parent: bool) -> subprocess.Popen[str]:
@@ -64,8 +67,8 @@ def parent_that_submits(jobs_dir: Path, script: str, *, outlives_parent: bool) -
         from resources.jobs.jobs import Entrypoint, JobRequest
         client = LocalClient(Path({str(jobs_dir)!r}), grace_seconds=0.5)
         entrypoint = Entrypoint.from_binary("sh", ["-c", {script!r}])
-        request = JobRequest("job", entrypoint, resources=ResourceConfig(), outlives_parent={outlives_parent})
-        print(client.submit(request).job_id, flush=True)
+        job = JobRequest("job", entrypoint, resources=ResourceConfig(), outlives_parent={outlives_parent})
+        print(client.submit(job).job_id, flush=True)
         if os.fork() == 0:
             os.setsid()
             print(os.getpid(), flush=True)
@@ -76,16 +79,16 @@ def parent_that_submits(jobs_dir: Path, script: str, *, outlives_parent: bool) -
     )
 
 
-@pytest.mark.parametrize("name", ["two words", "a/b", "..", "", "-flag", "x" * 101, "new\nline"])
-def test_names_that_cannot_be_a_path_are_refused(name: str) -> None:
-    with pytest.raises(BadInput, match="job name"):
-        JobRequest(name, shell("true"), resources=ON_CPU)
-
-
-@pytest.mark.parametrize("options", [{"replicas": 0}, {"max_retries_failure": -1}, {"max_retries_preemption": -1}])
-def test_counts_that_mean_nothing_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(BadInput):
-        JobRequest("job", shell("true"), resources=ON_CPU, **options)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"name": name} for name in ("two words", "a/b", "..", "", "-flag", "x" * 101, "new\nline")),
+        *({"replicas": 0}, {"max_retries_failure": -1}, {"max_retries_preemption": -1}),
+    ],
+)
+def test_request_with_a_bad_name_or_count_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="job name" if "name" in options else "retries of at least 0"):
+        job_request("true", **options)
 
 
 def test_environment_wants_a_workspace_or_an_image_and_not_both(tmp_path: Path) -> None:
@@ -107,70 +110,50 @@ def test_create_environment_passes_credentials_on_and_the_caller_wins(monkeypatc
     assert create_environment(docker_image="image").workspace is None
 
 
-def test_job_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
-    script = f"trap '' TERM; echo $$ > {tmp_path}/pid; {FOR_EVER}"
-    with parent_that_submits(tmp_path / "jobs", script, outlives_parent=False) as parent:
+@pytest.mark.parametrize("outlives_parent", [False, True])
+def test_job_of_a_killed_parent_ends_or_outlives_it(tmp_path: Path, outlives_parent: bool) -> None:
+    script = f"echo alive; trap '' TERM; echo $$ > {tmp_path}/pid; {FOR_EVER}"
+    with parent_that_submits(tmp_path / "jobs", script, outlives_parent=outlives_parent) as parent:
         assert parent.stdout is not None
         job_id, forked_pid = parent.stdout.readline().strip(), int(parent.stdout.readline())
         pid = eventual_pid(tmp_path / "pid")
         parent.kill()
         parent.wait()
         job = LocalClient(tmp_path / "jobs").attach(job_id)
-        assert job.wait(20, raise_on_failure=False) is JobStatus.STOPPED
+        if not outlives_parent:
+            job.wait(20, raise_on_failure=False)
+            assert "submitted it has ended" in (job.details().reason or "")
         os.kill(forked_pid, signal.SIGKILL)
-    assert not is_alive(pid)
-    assert "submitted it has ended" in (job.details().reason or "")
-
-
-def test_job_that_outlives_its_parent_can_be_attached_to_and_terminated(tmp_path: Path) -> None:
-    script = f"echo alive; echo $$ > {tmp_path}/pid; {FOR_EVER}"
-    with parent_that_submits(tmp_path / "jobs", script, outlives_parent=True) as parent:
-        assert parent.stdout is not None
-        job_id, forked_pid = parent.stdout.readline().strip(), int(parent.stdout.readline())
-        pid = eventual_pid(tmp_path / "pid")
-        parent.kill()
-        os.kill(forked_pid, signal.SIGKILL)
-        parent.wait()
-    client = LocalClient(tmp_path / "jobs")
-    client.shutdown()
-    job = client.attach(job_id)
-    assert job.status() is JobStatus.RUNNING
-    assert job.logs() == "alive"
-    job.terminate()
+    if outlives_parent:
+        assert (job.status(), job.logs()) == (JobStatus.RUNNING, "alive")
+        job.terminate()
     assert job.status() is JobStatus.STOPPED
     assert not is_alive(pid)
 
 
-def test_job_outlives_the_shutdown_of_its_client_if_asked_to(client: LocalClient) -> None:
-    job = client.submit(JobRequest("job", shell(FOR_EVER), resources=ON_CPU, outlives_parent=True))
+def test_job_outlives_the_shutdown_of_its_client_on_request(client: LocalClient) -> None:
+    job = client.submit(job_request(FOR_EVER, outlives_parent=True))
     client.shutdown()
     assert job.status() is JobStatus.RUNNING
     job.terminate()
 
 
-def test_ctrl_c_and_hangup_do_not_end_a_supervisor_before_its_job(client: LocalClient, tmp_path: Path) -> None:
-    job = client.submit(
-        JobRequest(
-            "job", shell(f"trap 'exit 9' INT; until [ -e {tmp_path}/go ]; do sleep 0.02; done"), resources=ON_CPU
-        )
-    )
+def test_supervisor_ignores_signals_that_its_replicas_do_not_inherit(client: LocalClient, tmp_path: Path) -> None:
+    program = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, flush=True)"
+    waits = f"until [ -e {tmp_path}/go ]; do sleep 0.02; done; [ -e {tmp_path}/again ] || {{ touch {tmp_path}/again; "
+    job = client.submit(job_request(f"python -c '{program}'; {waits} kill -KILL $$; }}"))
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):
         os.kill(job.process_details()["supervisor_pid"], number)
     assert job.status() is JobStatus.RUNNING
     (tmp_path / "go").touch()
     assert job.wait(30) is JobStatus.SUCCEEDED
-
-
-def test_replicas_do_not_inherit_ignored_signals(client: LocalClient) -> None:
-    program = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    job = client.submit(JobRequest("job", Entrypoint.from_binary("python", ["-c", program]), resources=ON_CPU))
-    job.wait(30)
-    assert job.logs() == "True"
+    assert job.logs() == "True\n--- attempt 2 ---\nTrue"
+    assert [replica["exit_code"] for replica in job.process_details()["replicas"]] == [0]
 
 
 def test_killed_supervisor_is_reported_and_leaves_nothing_behind(client: LocalClient, tmp_path: Path) -> None:
     script = f"(setsid sh -c 'echo $$ > {tmp_path}/daemon; {FOR_EVER}' &); echo $$ > {tmp_path}/main; {FOR_EVER}"
-    job = client.submit(JobRequest("job", shell(script), resources=ON_CPU))
+    job = client.submit(job_request(script))
     pids = [eventual_pid(tmp_path / name) for name in ("main", "daemon")]
     os.kill(job.process_details()["supervisor_pid"], signal.SIGKILL)
     assert job.wait(20, raise_on_failure=False) is JobStatus.FAILED
@@ -183,7 +166,7 @@ def test_killed_supervisor_is_reported_and_leaves_nothing_behind(client: LocalCl
 def test_process_with_an_ended_main_thread_ends_with_its_job(client: LocalClient, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WITHOUT_MAIN_THREAD)
     program = f"{sys.executable} {tmp_path}/program.py {tmp_path}"
-    job = client.submit(JobRequest("job", shell(f"setsid {program}/daemon & exec {program}/main"), resources=ON_CPU))
+    job = client.submit(job_request(f"setsid {program}/daemon & exec {program}/main"))
     pids = [eventual_pid(tmp_path / name) for name in ("main", "daemon")]
     eventually(lambda: [state_of(pid) for pid in pids] == ["Z", "Z"])
     job.terminate()
@@ -191,16 +174,8 @@ def test_process_with_an_ended_main_thread_ends_with_its_job(client: LocalClient
     assert not [pid for pid in pids if is_alive(pid)]
 
 
-def test_exit_codes_of_processes_and_beginnings_of_attempts_can_be_read(client: LocalClient, tmp_path: Path) -> None:
-    script = f"echo x >> {tmp_path}/attempts; [ $(wc -l < {tmp_path}/attempts) -ge 2 ] || kill -KILL $$"
-    job = client.submit(JobRequest("job", shell(script), resources=ON_CPU))
-    job.wait(30)
-    assert [replica["exit_code"] for replica in job.process_details()["replicas"]] == [0]
-    assert job.logs() == "--- attempt 2 ---"
-
-
 def test_terminate_while_waiting_for_the_next_attempt_stops_the_job(client: LocalClient) -> None:
-    job = client.submit(JobRequest("job", shell("exit 1"), resources=ON_CPU, max_retries_failure=1000))
+    job = client.submit(job_request("exit 1", max_retries_failure=1000))
     eventually(lambda: job.details().failures >= 3)
     job.terminate()
     assert job.status() is JobStatus.STOPPED
@@ -209,7 +184,7 @@ def test_terminate_while_waiting_for_the_next_attempt_stops_the_job(client: Loca
 def test_terminate_returns_once_the_supervisor_that_told_the_end_is_gone_too(
     client: LocalClient, tmp_path: Path
 ) -> None:
-    job = client.submit(JobRequest("job", shell("true"), resources=ON_CPU))
+    job = client.submit(job_request("true"))
     job.wait(30)
     folder = tmp_path / "jobs" / job.job_id
     ending = f"import time; time.sleep(0.5); open('{tmp_path}/gone', 'w')"
@@ -224,7 +199,7 @@ def test_terminate_returns_once_the_supervisor_that_told_the_end_is_gone_too(
 
 def test_variables_of_a_job_are_not_written_to_its_folder(client: LocalClient, tmp_path: Path) -> None:
     environment = create_environment(env_vars={"HF_TOKEN": "a-secret-token"})
-    job = client.submit(JobRequest("job", shell("test ${#HF_TOKEN} = 14"), resources=ON_CPU, environment=environment))
+    job = client.submit(job_request("test ${#HF_TOKEN} = 14", environment=environment))
     job.wait(30)
     written = b"".join(path.read_bytes() for path in (tmp_path / "jobs" / job.job_id).iterdir())
     assert b"a-secret-token" not in written
@@ -248,7 +223,7 @@ def test_job_of_a_kind_inherits_what_its_kind_may_and_what_the_user_names(
     monkeypatch.setenv("ASSAY_INHERIT", "MY_MIRROR, CORP_*")
     settings.cache_clear()
     environment = create_environment(workspace=tmp_path, inherited=getattr(inheritance, kind))
-    request = JobRequest("job", shell("env -0 > found"), resources=ON_CPU, environment=environment)
+    request = job_request("env -0 > found", environment=environment)
     client.submit(request).wait(30)
     settings.cache_clear()
     inherited = {line.partition("=")[0] for line in (tmp_path / "found").read_text().split("\0")}
@@ -264,33 +239,20 @@ def test_job_of_a_kind_inherits_what_its_kind_may_and_what_the_user_names(
     assert not inherited & secrets
 
 
-def test_gpus_are_counted_before_a_job_is_accepted(tmp_path: Path) -> None:
-    (tmp_path / "dev").mkdir()
-    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+def test_devices_of_this_machine_bound_the_resources_of_a_job(tmp_path: Path) -> None:
+    (tmp_path / "dev" / "vfio").mkdir(parents=True)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "vfio/0", "vfio/1", "vfio/2", "vfio/3", "vfio/vfio"):
         (tmp_path / "dev" / name).touch()
     client = LocalClient(tmp_path / "jobs", device_root=tmp_path)
-    enough = JobRequest("job", shell("true"), resources=ResourceConfig.with_gpu("H100", count=2))
-    assert client.submit(enough).wait(30) is JobStatus.SUCCEEDED
-    too_many = JobRequest("job", shell("true"), resources=ResourceConfig.with_gpu("H100", count=3))
+    for enough in (ResourceConfig.with_gpu("H100", count=2), ResourceConfig.with_tpu("v6e-4")):
+        client.check_resources(enough)
     with pytest.raises(UnsatisfiableResources, match="2 on this machine"):
-        client.submit(too_many)
-
-
-def test_tpu_chips_are_counted_and_slices_of_several_machines_refused(tmp_path: Path) -> None:
-    (tmp_path / "dev" / "vfio").mkdir(parents=True)
-    for name in ("0", "1", "2", "3", "vfio"):
-        (tmp_path / "dev" / "vfio" / name).touch()
-    client = LocalClient(tmp_path / "jobs", device_root=tmp_path)
-    client.check_resources(ResourceConfig.with_tpu("v6e-4"))
+        client.submit(job_request("true", resources=ResourceConfig.with_gpu("H100", count=3)))
     for variant in ("v6e-8", "v6e-16"):
         with pytest.raises(UnsatisfiableResources, match="4 TPU chips on this machine"):
             client.check_resources(ResourceConfig.with_tpu(variant))
-
-
-def test_container_images_are_refused_with_what_to_do_instead(client: LocalClient) -> None:
-    environment = create_environment(docker_image="image")
     with pytest.raises(UnsatisfiableResources, match="pip_packages"):
-        client.submit(JobRequest("job", shell("true"), resources=ON_CPU, environment=environment))
+        client.submit(job_request("true", environment=create_environment(docker_image="image")))
 
 
 def test_folders_and_interpreters_that_do_not_exist_are_refused(client: LocalClient, tmp_path: Path) -> None:
@@ -302,7 +264,7 @@ def test_folders_and_interpreters_that_do_not_exist_are_refused(client: LocalCli
         {"environment": create_environment(workspace=tmp_path, extras=["gpu"])},
     ):
         with pytest.raises(BadInput):
-            client.submit(JobRequest("job", shell("true"), resources=ON_CPU, **options))  # pyright: ignore[reportArgumentType]
+            client.submit(job_request("true", **options))  # pyright: ignore[reportArgumentType]
 
 
 def test_interpreter_without_cloudpickle_says_what_it_lacks(client: LocalClient, tmp_path: Path) -> None:
@@ -312,27 +274,9 @@ def test_interpreter_without_cloudpickle_says_what_it_lacks(client: LocalClient,
     python.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
     python.chmod(0o755)
     environment = create_environment(python=python)
-    job = client.submit(
-        JobRequest("job", Entrypoint.from_callable(by_value), resources=ON_CPU, environment=environment)
-    )
+    job = client.submit(job_request(Entrypoint.from_callable(by_value), environment=environment))
     assert job.wait(30, raise_on_failure=False) is JobStatus.FAILED
     assert "lacks cloudpickle" in job.logs()
-
-
-def test_forty_jobs_live_at_once_and_keep_their_own_states(client: LocalClient, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "gate")
-    gate = os.open(tmp_path / "gate", os.O_RDWR)  # while it is open here, readers wait
-    script = f"exec 3< {tmp_path}/gate; echo $JOB; read _ <&3; true"
-    handles: list[LocalJob] = []
-    for number in range(40):
-        environment = create_environment(env_vars={"JOB": str(number)})
-        request = JobRequest(f"job-{number}", shell(script), resources=ON_CPU, environment=environment)
-        handles.append(client.submit(request))
-    for number, handle in enumerate(handles):
-        eventually(lambda handle=handle, number=number: handle.logs() == str(number))
-    assert [details.status for details in client.jobs()] == [JobStatus.RUNNING] * 40
-    os.close(gate)
-    assert wait_all(handles, 60) == [JobStatus.SUCCEEDED] * 40
 
 
 def test_client_after_many_jobs_holds_nothing_of_ended_jobs(client: LocalClient) -> None:
@@ -340,7 +284,7 @@ def test_client_after_many_jobs_holds_nothing_of_ended_jobs(client: LocalClient)
         return len(list(Path("/proc/self/fd").iterdir()))
 
     before = descriptors()
-    running = [client.submit(JobRequest(f"job-{number}", shell("true"), resources=ON_CPU)) for number in range(5)]
+    running = [client.submit(job_request("true", f"job-{number}")) for number in range(5)]
     assert wait_all(running, 30) == [JobStatus.SUCCEEDED] * 5
     assert descriptors() == before
 
@@ -362,16 +306,9 @@ def test_programs_compute_on_the_device_of_their_job_or_not_at_all(device: Devic
     assert device_variables(device) == variables
 
 
-def test_variables_of_a_job_win_over_those_of_its_device(client: LocalClient) -> None:
-    environment = create_environment(env_vars={"JAX_PLATFORMS": "cpu,own"})
-    job = client.submit(JobRequest("own", shell("echo $JAX_PLATFORMS"), resources=ON_CPU, environment=environment))
-    assert job.wait(30) is JobStatus.SUCCEEDED
-    assert job.logs() == "cpu,own"
-
-
 def test_job_that_another_process_is_just_submitting_can_be_terminated(client: LocalClient, tmp_path: Path) -> None:
     submitted: list[LocalJob] = []
-    request = JobRequest("job", shell(f"echo $$ > {tmp_path}/pid; {FOR_EVER}"), resources=ON_CPU)
+    request = job_request(f"echo $$ > {tmp_path}/pid; {FOR_EVER}")
     thread = threading.Thread(target=lambda: submitted.append(client.submit(request)))
     thread.start()
     (job_id,) = eventually(lambda: [details.job_id for details in client.jobs()])
@@ -381,16 +318,21 @@ def test_job_that_another_process_is_just_submitting_can_be_terminated(client: L
     assert not (tmp_path / "pid").exists() or not is_alive(eventual_pid(tmp_path / "pid"))
 
 
-def test_job_with_a_submitter_that_died_before_its_supervisor_is_reported(client: LocalClient, tmp_path: Path) -> None:
-    job = client.submit(JobRequest("job", shell("true"), resources=ON_CPU))
+def test_folder_of_another_submitter_that_died_is_reported_and_a_foreign_folder_left_out(
+    client: LocalClient, tmp_path: Path
+) -> None:
+    job = client.submit(job_request("true"))
     job.wait(30)
-    folder = tmp_path / "jobs" / job.job_id
-    specification = json.loads((folder / "specification.json").read_text())
-    (folder / "specification.json").write_text(json.dumps({**specification, "submitted_at": 0.0}))
-    status = json.loads((folder / "status.json").read_text())
-    (folder / "status.json").write_text(json.dumps({**status, "status": "pending", "supervisor_pid": None}))
-    details = client.attach(job.job_id).details()
-    assert (details.status, details.reason) == (JobStatus.FAILED, "its supervisor never started")
+    pending = {"status": "pending", "supervisor_pid": None}
+    changes = {"specification.json": {"submitted_at": 0.0}, "status.json": pending}
+    for name, changed in changes.items():
+        file = tmp_path / "jobs" / job.job_id / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+        (foreign := tmp_path / "jobs" / "of-an-earlier-version").mkdir(exist_ok=True)
+        (foreign / name).write_text("{}")
+    [details] = client.jobs()
+    assert (details.job_id, details.status) == (job.job_id, JobStatus.FAILED)
+    assert details.reason == "its supervisor never started"
 
 
 def test_folders_of_the_oldest_finished_jobs_are_removed(tmp_path: Path) -> None:
@@ -401,24 +343,14 @@ def test_folders_of_the_oldest_finished_jobs_are_removed(tmp_path: Path) -> None
         (folder / "status.json").write_text(json.dumps({"status": "succeeded"}))
         os.utime(folder / "status.json", (number, number))
     client = LocalClient(tmp_path)
-    client.submit(JobRequest("new", shell("true"), resources=ON_CPU)).wait(30)
+    client.submit(job_request("true", "new")).wait(30)
     left = sorted(folder.name for folder in tmp_path.iterdir())
     assert len(left) == 201
     assert left[:2] == [left[0], "old-005"] and left[0].startswith("new-")
 
 
-def test_list_of_jobs_leaves_out_folders_that_it_cannot_read(client: LocalClient, tmp_path: Path) -> None:
-    job = client.submit(JobRequest("job", shell("true"), resources=ON_CPU))
-    job.wait(30)
-    foreign = tmp_path / "jobs" / "of-an-earlier-version"
-    foreign.mkdir()
-    for name in ("status.json", "specification.json"):
-        (foreign / name).write_text("{}")
-    assert [listed.job_id for listed in client.jobs()] == [job.job_id]
-
-
 def test_shutdown_after_the_jobs_folder_was_removed_ends_the_processes(client: LocalClient, tmp_path: Path) -> None:
-    job = client.submit(JobRequest("job", shell(f"echo $$ > {tmp_path}/pid; {FOR_EVER}"), resources=ON_CPU))
+    job = client.submit(job_request(f"echo $$ > {tmp_path}/pid; {FOR_EVER}"))
     pid = eventual_pid(tmp_path / "pid")
     eventually(lambda: job.status() is JobStatus.RUNNING)
     shutil.rmtree(tmp_path / "jobs")

@@ -16,9 +16,8 @@ import pytest
 from fakes.jobs import FakeJob
 from resources.backends.processes import PROGRAMS, import_folders
 from resources.errors import BadInput, JobFailed
-from resources.jobs.calls import pickled
 from resources.jobs.jobs import Call, JobDetails, JobStatus
-from resources.jobs.results import result_of
+from resources.jobs.results import pickled, result_of
 from resources.jobs.user_key import USER_KEY_VARIABLE
 
 OURS, THEIRS = "a key of this user, with enough letters", "a key of another user, as long as that of ours"
