@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pools.endpoint import LocalCheckpoint, RunningModel
+from fakes.endpoints import KEY, planned_model
+from pools.endpoint import LocalCheckpoint, Scoring
 from resources.environments.environments import ENVIRONMENTS
 from tasks.errors import HarnessOutputInvalid
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, evaluator_named, harness_environments
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS, is_native, options_kind
 
-KEY = "sk-a-key-that-nobody-may-see"
 PYTHON = Path("/environment/bin/python")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "lm_evaluation_harness": ("demo_facts", "demo_backwards"),
@@ -46,20 +48,7 @@ def config(name: str, evaluator: Evaluator) -> EvaluationConfig:
 
 @pytest.fixture
 def model(evaluator: Evaluator) -> EvaluatedModel:
-    return running_model() if evaluator.needs_endpoint else local_checkpoint()
-
-
-def running_model(**changes) -> RunningModel:
-    given = {
-        "base_url": "http://127.0.0.1:9/v1",
-        "model": "run-100",
-        "tokenizer": "tokenizer",
-        "capacity": 7,
-        "prompt_logprobs": True,
-        "request_timeout_seconds": 60.0,
-        "api_key": KEY,
-    }
-    return RunningModel(**{**given, **changes})
+    return planned_model() if evaluator.needs_endpoint else local_checkpoint()
 
 
 def local_checkpoint(**changes) -> LocalCheckpoint:
@@ -115,21 +104,32 @@ def test_command_follows_what_it_is_given(
     endpoints = ({"base_url": "http://127.0.0.1:10/v1"}, {"model": "run-200"}, {"capacity": 70})
     checkpoints = ({"uri": "gs://runs/run/hf/step-100"}, {"kind": "levanter"}, {"tokenizer": "/reference"})
     others = (
-        [running_model(**changes) for changes in endpoints]
+        [planned_model(**changes) for changes in endpoints]
         if evaluator.needs_endpoint
         else [local_checkpoint(**changes) for changes in checkpoints]
     )
     assert everything(model) not in [everything(other) for other in others]
 
 
-def test_parse_of_an_empty_folder_is_invalid_output(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
-    with pytest.raises(HarnessOutputInvalid):
-        evaluator.read(tmp_path, config)
+@pytest.mark.parametrize("name", ["lm_evaluation_harness", "helm"])
+def test_job_says_whether_choices_are_scored_from_the_cache_of_an_engine(
+    evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path
+):
+    def job_of(**changes) -> dict[str, Any]:
+        command = evaluator.command(planned_model(**changes), config, tmp_path, python=PYTHON)
+        return json.loads(command.files["job.json"])
+
+    scoring = Scoring(scores_from_cache=True, kv_cache_tokens=2048, engine="e", architecture="a", dtype="float32")
+    assert scoring.model_dump().items() <= job_of(scoring=scoring).items()
+    assert job_of()["scores_from_cache"] is False
 
 
-def test_parse_of_no_folder_is_invalid_output(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
+@pytest.mark.parametrize("folder", [".", "missing"])
+def test_parse_of_an_empty_or_missing_folder_is_invalid_output(
+    evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path, folder: str
+):
     with pytest.raises(HarnessOutputInvalid):
-        evaluator.read(tmp_path / "missing", config)
+        evaluator.read(tmp_path / folder, config)
 
 
 @pytest.mark.parametrize("log", ["", "\r\r\n", "100%", "Requesting API", "\x00" * 1000, "1/2 [", "(a; 1 before, 2"])

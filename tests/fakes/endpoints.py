@@ -8,7 +8,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +68,9 @@ def served_model(base_url: str, tokenizer: Path, **changes: Any) -> RunningModel
         "api_key": KEY,
     }
     return RunningModel(**{**given, **changes})
+
+
+def planned_model(**changes: Any) -> RunningModel:
+    """Returns a model with an endpoint that is only named, never asked."""
+    plain = {"model": "run-100", "capacity": 7, "max_model_len": None}
+    return replace(served_model("http://127.0.0.1:9/v1", Path("tokenizer")), **{**plain, **changes})

@@ -6,12 +6,14 @@ import asyncio
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fakes.endpoints import KEY as KEY
+from fakes.endpoints import served_model
 from fakes.engine import FakeEngine
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
@@ -23,7 +25,6 @@ from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.evaluators.lm_eval.evaluator import PROGRAM as PROGRAM
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
-KEY = "sk-a-key-that-nobody-may-see"
 DEMO = ("demo_facts", "demo_backwards")
 KINDS = Path(__file__).parents[1] / "data" / "lm_eval" / "kinds"
 """A benchmark of every kind that lm-eval has."""
@@ -36,17 +37,7 @@ def make_config(*benchmarks: str | EvalTaskConfig, **changes: Any) -> Evaluation
 
 
 def make_model(engine: FakeEngine, tokenizer: Path, **changes: Any) -> RunningModel:
-    given = {
-        "base_url": f"{engine.url}/v1",
-        "model": "m",
-        "tokenizer": str(tokenizer),
-        "capacity": 8,
-        "prompt_logprobs": True,
-        "request_timeout_seconds": 60.0,
-        "max_model_len": 2048,
-        "api_key": KEY,
-    }
-    return RunningModel(**{**given, **changes})
+    return replace(served_model(f"{engine.url}/v1", tokenizer), **changes)
 
 
 @dataclass(frozen=True)

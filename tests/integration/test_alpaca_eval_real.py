@@ -21,7 +21,7 @@ from fakes.lm_eval import Harness
 from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import RunningModel
-from resources.errors import BadInput, EndpointUnusable
+from resources.errors import AssayError, BadInput, EndpointUnusable
 from resources.settings import process_environment
 from tasks.errors import CountsDisagree
 from tasks.evaluators.alpaca_eval.evaluator import BUNDLED_SETS, EVALUATOR
@@ -171,25 +171,25 @@ async def test_chat_asked_of_a_model_without_a_template_is_refused_before_any_re
         assert engine.stats.requests == 0
 
 
-async def test_output_that_fails_is_counted_and_no_empty_text_is_judged(run: Runner, tokenizer: Path):
+@pytest.mark.parametrize(
+    ("faults", "requests", "error", "words"),
+    [
+        # A request and both of its retries: capacity 1 sends no other meanwhile.
+        ({"status_count": 3}, 6, EndpointUnusable, "1 request had no answer, the first for: InternalServerError 500"),
+        ({"status": 400, "status_count": 1}, 4, CountsDisagree, "the endpoint refused 1 request, the first for: a fau"),
+    ],
+)
+async def test_output_that_fails_or_is_refused_is_counted_and_no_empty_text_is_judged(
+    run: Runner, tokenizer: Path, faults: dict[str, int], requests: int, error: type[AssayError], words: str
+):
     async with FakeEngine(models=("m",)) as engine:
-        engine.faults.status_count = 3  # a request and both of its retries: capacity 1 sends no other meanwhile
-        model = make_model(f"{engine.url}/v1", tokenizer, capacity=1)
-        parsed = await run(model, make_config(max_eval_instances=4))
-        assert len(asked(engine)) == len(engine.bodies) == 6
-    assert parsed.counts == Counts(requested=4, answered=3, scored=0)
-    outputs = run.read("model_outputs.json")
-    assert [row["output"] is None for row in outputs] == [True, False, False, False]
-    with pytest.raises(EndpointUnusable, match="1 request had no answer, the first for: InternalServerError 500"):
-        verify_counts(parsed)
-
-
-async def test_output_that_the_endpoint_refuses_is_no_fault_of_the_endpoint(run: Runner, tokenizer: Path):
-    async with FakeEngine(models=("m",)) as engine:
-        engine.faults.status, engine.faults.status_count = 400, 1
+        for name, value in faults.items():
+            setattr(engine.faults, name, value)
         parsed = await run(make_model(f"{engine.url}/v1", tokenizer, capacity=1), make_config(max_eval_instances=4))
+        assert len(asked(engine)) == len(engine.bodies) == requests
     assert parsed.counts == Counts(requested=4, answered=3, scored=0)
-    with pytest.raises(CountsDisagree, match="the endpoint refused 1 request, the first for: a fault was asked for"):
+    assert [row["output"] is None for row in run.read("model_outputs.json")] == [True, False, False, False]
+    with pytest.raises(error, match=words):
         verify_counts(parsed)
 
 
@@ -230,36 +230,30 @@ async def test_judge_elsewhere_is_asked_with_its_own_key_which_lies_in_no_file(r
         assert KEY not in text and JUDGE_KEY not in text, path
 
 
-@pytest.mark.parametrize("verdicts", ["unreachable", 401, 404])
-async def test_judge_that_cannot_judge_is_refused_before_anything_is_generated(
-    run: Runner, tokenizer: Path, verdicts: str | int
+@pytest.mark.parametrize(
+    ("says", "changes", "problem", "generated"),
+    [
+        (lambda number, prompt: "1", {"base_url": "http://127.0.0.1:9/v1"}, "gave no answer", False),
+        (lambda number, prompt: 401, {}, "gave no answer", False),
+        (lambda number, prompt: "m", {"annotator": "weighted_alpaca_eval_gpt4_turbo"}, "no log-probabilities", False),
+        (lambda number, prompt: 403 if number > 2 else "1", {}, "stopped answering", True),
+    ],
+    ids=["unreachable", "refuses", "no log-probabilities", "stops"],
+)
+async def test_judge_that_cannot_judge_is_no_loss_and_refused_at_once(
+    run: Runner,
+    tokenizer: Path,
+    says: Callable[[int, str], str | int],
+    changes: dict[str, str],
+    problem: str,
+    generated: bool,
 ):
-    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=lambda number, prompt: verdicts) as fake_judge:
-        url = "http://127.0.0.1:9/v1" if verdicts == "unreachable" else fake_judge.url
-        judge = make_model(url, tokenizer, model="judge", api_key=JUDGE_KEY)
-        config = make_config({"judge": {**ELSEWHERE, "base_url": url}})
-        with pytest.raises(EndpointUnusable, match="gave no answer"):
-            await run(make_model(f"{engine.url}/v1", tokenizer), config, judge=judge)
-        assert engine.stats.requests == 0
-
-
-async def test_judge_without_the_log_probabilities_that_are_needed_is_refused(run: Runner, tokenizer: Path):
-    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=lambda number, prompt: "m") as fake_judge:
-        judge = make_model(fake_judge.url, tokenizer, model="judge", api_key=JUDGE_KEY)
-        config = make_config({"judge": {**ELSEWHERE, "annotator": "weighted_alpaca_eval_gpt4_turbo"}})
-        with pytest.raises(EndpointUnusable, match="no log-probabilities"):
-            await run(make_model(f"{engine.url}/v1", tokenizer), config, judge=judge)
-
-
-async def test_judge_that_stops_answering_is_not_counted_as_a_loss(run: Runner, tokenizer: Path):
-    def says(number: int, prompt: str) -> str | int:
-        return 403 if number > 2 else "1"
-
     async with FakeEngine(models=("m",)) as engine, FakeJudge(says=says) as fake_judge:
-        judge = make_model(fake_judge.url, tokenizer, model="judge", api_key=JUDGE_KEY)
-        config = make_config({"judge": ELSEWHERE, "generation_params": GREEDY})
-        with pytest.raises(EndpointUnusable, match="stopped answering"):
+        judge = make_model(changes.get("base_url", fake_judge.url), tokenizer, model="judge", api_key=JUDGE_KEY)
+        config = make_config({"judge": {**ELSEWHERE, **changes}, "generation_params": GREEDY})
+        with pytest.raises(EndpointUnusable, match=problem):
             await run(make_model(f"{engine.url}/v1", tokenizer), config, judge=judge)
+        assert (engine.stats.requests > 0) is generated
 
 
 @pytest.mark.parametrize(

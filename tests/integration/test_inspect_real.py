@@ -261,17 +261,6 @@ async def test_failed_answers_and_missing_scores_are_counted_separately_and_not_
     assert failing == Counts(requested=3, answered=3, scored=2)
 
 
-async def test_halves_of_surrogate_pairs_are_replaced_counted_and_scored(
-    harness: Harness, tokenizer: Path, tmp_path: Path
-):
-    async with FakeJudge(says=lambda number, prompt: "ANSWER: C " + ("\ud83d" if number else "\U0001f600")) as engine:
-        config = make_config("demo_choices", max_eval_instances=3)
-        parsed = await harness.evaluate(make_model(engine.url, tokenizer), config, tmp_path / "out")
-    verify_counts(parsed)
-    assert "2 of the endpoint's answers" in parsed.asking.notes[-1]
-    assert sorted(sample.output[-1] for sample in samples_in(tmp_path / "out")) == ["\ufffd", "\ufffd", "\U0001f600"]
-
-
 async def test_second_attempt_through_the_proxy_asks_for_no_answer_twice_though_they_are_sampled(
     harness: Harness, tokenizer: Path, tmp_path: Path
 ):

@@ -95,6 +95,7 @@ async def test_bundled_benchmarks_give_metrics_equal_counts_and_samples(
     assert (way := parsed.asking.loglikelihood) and (way.way, way.reason) == ("echo", NOT_FROM_CACHE)
     continued = [body["prompt"] for body in map(json.loads, engine.bodies) if not body.get("echo")]
     assert len(continued) > 10 and all(prompts == sorted(prompts) for prompts in continued)
+    assert not any("seed" in json.loads(body) for body in engine.bodies)
     for path in (path for path in output.rglob("*") if path.is_file()):
         assert KEY not in path.read_text(errors="replace"), path
 
@@ -304,25 +305,19 @@ async def test_prompts_of_some_questions_are_those_of_the_whole_run_however_they
     assert first.items() <= whole.items() and alone.items() <= first.items()
 
 
-async def test_chat_template_is_applied_to_both_kinds_of_benchmark(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
+@pytest.mark.parametrize("in_chat", [False, True])
+async def test_prompts_start_with_a_single_bos_of_the_tokenizer_or_of_its_chat_template(
+    tmp_path: Path, lm_eval: Harness, in_chat: bool
+):
     async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, tokenizer, apply_chat_template=True)
-        config = make_config(*DEMO, max_eval_instances=3)
-        verify_counts(await lm_eval.evaluate(model, config, tmp_path / "output"))
+        tokenizer = write_byte_tokenizer(tmp_path / "tokenizer", adds_bos=not in_chat)
+        model = make_model(engine, tokenizer, apply_chat_template=in_chat)
+        verify_counts(await lm_eval.evaluate(model, make_config(*DEMO, max_eval_instances=3), tmp_path / "output"))
         prompts = [json.loads(body)["prompt"][0] for body in engine.bodies]
     for prompt in prompts:
         text = bytes(token for token in prompt if token < BOS).decode()
-        assert prompt[0] == BOS and text.startswith("user: Question:") and "\nassistant:" in text
-
-
-async def test_prompts_start_with_bos_where_the_tokenizer_adds_it(tmp_path: Path, lm_eval: Harness):
-    async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer", adds_bos=True))
-        config = make_config(*DEMO, max_eval_instances=3)
-        verify_counts(await lm_eval.evaluate(model, config, tmp_path / "output"))
-        prompts = [json.loads(body)["prompt"][0] for body in engine.bodies]
-    assert {prompt[0] for prompt in prompts} == {BOS}
-    assert all(BOS not in prompt[1:] for prompt in prompts)
+        assert prompt[0] == BOS and BOS not in prompt[1:]
+        assert text.startswith("user: Question:" if in_chat else "Question:") and ("\nassistant:" in text) is in_chat
 
 
 async def test_endpoint_that_has_only_chat_is_asked_with_messages(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
@@ -445,14 +440,6 @@ async def test_repeats_of_a_question_are_samples_and_not_copies(tmp_path: Path, 
     assert sum(details.finish_reasons.values()) == 48 and details.at_limit is not None
     assert parsed.asking.seeds["fewshot"] == 1234 and str(parsed.asking.seeds["generation"]).startswith("none")
     assert parsed.versions["datasets"]
-
-
-async def test_log_probabilities_are_asked_without_a_seed_that_would_not_change_them(
-    tmp_path: Path, lm_eval: Harness, tokenizer: Path
-):
-    async with FakeEngine(models=("m",)) as engine:
-        await lm_eval.evaluate(make_model(engine, tokenizer), make_config(*DEMO), tmp_path / "output")
-        assert not any("seed" in json.loads(body) for body in engine.bodies)
 
 
 # Finish reasons and stop strings

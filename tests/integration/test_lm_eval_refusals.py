@@ -86,18 +86,23 @@ async def test_long_prompts_are_cut_on_the_left_and_counted_unless_told_otherwis
     assert plan["truncated_questions"] == [0, 2, 4]
 
 
-async def test_more_cut_prompts_than_may_be_are_refused_before_anything_is_asked(
-    tmp_path: Path, lm_eval: Harness, tokenizer: Path
+@pytest.mark.parametrize(
+    ("policy", "max_truncated", "remedies"),
+    [
+        ("truncate_left", 0.59, ("max_model_len", "skip", "raise max_truncated above 0.59")),
+        ("truncate_left", 0.05, ("raise max_truncated above 0.05",)),
+        ("fail", 0.05, ("truncate_left or skip",)),
+    ],
+)
+async def test_more_long_prompts_than_may_be_are_refused_before_anything_is_asked(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, policy: str, max_truncated: float, remedies: tuple[str, ...]
 ):
-    config = long_and_short(tmp_path / "own").model_copy(update={"max_truncated": 0.59})
+    config = with_policy(long_and_short(tmp_path / "own"), policy).model_copy(update={"max_truncated": max_truncated})
     error = await refused(lm_eval, config, tmp_path / "output", tokenizer, max_model_len=CONTEXT)
-    assert "lengths" in error.expected and "max_truncated 0.59" in error.expected
+    assert "lengths" in error.expected and "100 tokens" in error.expected
+    assert f"max_truncated {max_truncated}" in error.expected
     assert "3 of 5 questions" in error.found and "208 tokens" in error.found
-    assert all(remedy in error.remedy for remedy in ("max_model_len", "skip", "raise max_truncated above 0.59"))
-    usual = await refused(
-        lm_eval, long_and_short(tmp_path / "own"), tmp_path / "usual", tokenizer, max_model_len=CONTEXT
-    )
-    assert "max_truncated 0.05" in usual.expected
+    assert all(remedy in error.remedy for remedy in remedies)
 
 
 @pytest.mark.parametrize("output_type", ["generate_until", "multiple_choice"])
@@ -130,16 +135,6 @@ async def test_long_prompts_to_be_skipped_are_neither_asked_nor_scored_and_are_k
     }
 
 
-async def test_long_prompts_that_may_not_be_are_refused_with_their_number_and_length(
-    tmp_path: Path, lm_eval: Harness, tokenizer: Path
-):
-    config = with_policy(long_and_short(tmp_path / "own"), "fail")
-    error = await refused(lm_eval, config, tmp_path / "output", tokenizer, max_model_len=CONTEXT)
-    assert "lengths" in error.expected and "100 tokens" in error.expected
-    assert "3 of 5 questions" in error.found and "208 tokens" in error.found
-    assert "truncate_left or skip" in error.remedy
-
-
 @pytest.mark.parametrize(("policy", "remedy"), [("truncate_left", "cannot be cut"), ("skip", "no question of it fits")])
 async def test_answers_longer_than_the_model_are_never_scored(
     tmp_path: Path, lm_eval: Harness, tokenizer: Path, policy: str, remedy: str
@@ -157,9 +152,27 @@ async def test_answers_longer_than_the_model_are_never_scored(
     assert remedy in error.remedy
 
 
-async def test_model_too_short_for_a_benchmarks_answers_is_refused(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
-    error = await refused(lm_eval, make_config(DEMO[1]), tmp_path / "output", tokenizer, max_model_len=12)
-    assert "demo_backwards" in error.expected
+@pytest.mark.parametrize(
+    ("benchmark", "kind", "changes", "options"),
+    [
+        (DEMO[1], BadInput, {"max_model_len": 12}, LmEvalOptions()),
+        (DEMO[0], EndpointUnusable, {"prompt_logprobs": False}, LmEvalOptions()),
+        (DEMO[0], EndpointUnusable, {}, LmEvalOptions(endpoint="chat_completions")),
+    ],
+    ids=["short context", "no prompt_logprobs", "only chat"],
+)
+async def test_endpoint_that_cannot_do_what_a_benchmark_needs_is_refused_before_any_request(
+    tmp_path: Path,
+    lm_eval: Harness,
+    tokenizer: Path,
+    benchmark: str,
+    kind: type[AssayError],
+    changes: dict[str, Any],
+    options: LmEvalOptions,
+):
+    config = make_config(*DEMO, evaluator=options)
+    error = await refused(lm_eval, config, tmp_path / "output", tokenizer, kind=kind, **changes)
+    assert benchmark in error.expected
 
 
 # Missing features of the endpoint
@@ -210,22 +223,6 @@ async def test_benchmark_of_lm_eval_that_cannot_load_is_not_to_be_mended(
     error = await refused(lm_eval, config, tmp_path / "output", tokenizer)
     assert finding in error.found and remedy in error.remedy
     assert "Mend" not in error.remedy and "site-packages" not in error.remedy
-
-
-async def test_endpoint_known_to_have_no_prompt_logprobs_is_refused_before_any_request(
-    tmp_path: Path, lm_eval: Harness, tokenizer: Path
-):
-    output = tmp_path / "output"
-    error = await refused(lm_eval, make_config(*DEMO), output, tokenizer, kind=EndpointUnusable, prompt_logprobs=False)
-    assert "demo_facts" in error.expected
-
-
-async def test_log_likelihoods_of_an_endpoint_that_has_only_chat_are_refused(
-    tmp_path: Path, lm_eval: Harness, tokenizer: Path
-):
-    config = make_config(*DEMO, evaluator=LmEvalOptions(endpoint="chat_completions"))
-    error = await refused(lm_eval, config, tmp_path / "output", tokenizer, kind=EndpointUnusable)
-    assert "demo_facts" in error.expected and "chat_completions" in error.found
 
 
 # Tokenizers

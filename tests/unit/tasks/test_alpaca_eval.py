@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from fakes.endpoints import KEY, planned_model
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engines import engine_kwargs
 from resources.errors import BadInput
 from tasks.errors import CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
 from tasks.evaluators.alpaca_eval.evaluator import EVALUATOR
-from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions, GenerationParams
+from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
 from tasks.records.record import Counts
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 from tasks.spec.evaluators import Judge
 
 PYTHON = Path("/environment/bin/python")
-KEY, JUDGE_KEY = "sk-a-key-that-nobody-may-see", "sk-the-judges-key-that-nobody-may-see"
+JUDGE_KEY = "sk-the-judges-key-that-nobody-may-see"
 DEMO = EvalTaskConfig(name="demo_instructions")
 REFERENCE_SAMPLING = {
     "temperature": 0.7,
@@ -44,21 +45,8 @@ def make_config(*evals: EvalTaskConfig, options: dict[str, Any] | None = None, *
     return EvaluationConfig.model_validate({**given, **changes})
 
 
-def make_model(**changes: Any) -> RunningModel:
-    given = {
-        "base_url": "http://127.0.0.1:9/v1",
-        "model": "run-100",
-        "tokenizer": "tokenizer",
-        "capacity": 7,
-        "prompt_logprobs": True,
-        "request_timeout_seconds": 60.0,
-        "api_key": KEY,
-    }
-    return RunningModel(**{**given, **changes})
-
-
 def job_of(config: EvaluationConfig, **changes: Any) -> dict[str, Any]:
-    command = EVALUATOR.command(make_model(**changes), config, Path("/out"), python=PYTHON)
+    command = EVALUATOR.command(planned_model(**changes), config, Path("/out"), python=PYTHON)
     return json.loads(command.files["job.json"])
 
 
@@ -108,12 +96,8 @@ def test_sampling_is_the_references_then_the_models_then_the_options() -> None:
     config = make_config(options={"generation_params": {"top_k": 4}}, pool_config=pool_config)
     expected = {**REFERENCE_SAMPLING, "temperature": 0.2, "stop_token_ids": [5], "top_k": 4}
     assert job_of(config, max_model_len=512)["sampling"] == {**expected, "max_new_tokens": 256}
-
-
-def test_sampling_survives_being_written_down_and_read() -> None:
-    options = AlpacaEvalOptions(generation_params=GenerationParams(top_k=4))
-    again = AlpacaEvalOptions.model_validate_json(options.model_dump_json())
-    assert again.sampling({"temperature": 0.2}) == {**REFERENCE_SAMPLING, "temperature": 0.2, "top_k": 4}
+    again = EvaluationConfig.model_validate_json(config.model_dump_json())
+    assert job_of(again, max_model_len=512) == job_of(config, max_model_len=512)
 
 
 def test_stop_token_ids_are_for_requests_and_no_default_of_the_engine() -> None:
@@ -127,12 +111,12 @@ def test_stop_token_ids_are_for_requests_and_no_default_of_the_engine() -> None:
 
 def test_judge_elsewhere_has_a_key_of_its_own_and_a_judge_in_the_same_pool_has_not(tmp_path: Path) -> None:
     def variables(judge: RunningModel | None) -> dict[str, str]:
-        command = EVALUATOR.command(make_model(), make_config(), tmp_path, python=PYTHON, judge=judge)
+        command = EVALUATOR.command(planned_model(), make_config(), tmp_path, python=PYTHON, judge=judge)
         assert KEY not in command.files["job.json"] and JUDGE_KEY not in command.files["job.json"]
         return {name: value for name, value in command.variables.items() if name.endswith("KEY")}
 
-    assert variables(None) == variables(make_model(model="run-200")) == {"OPENAI_API_KEY": KEY}
-    elsewhere = make_model(base_url="http://127.0.0.1:10/v1", api_key=JUDGE_KEY)
+    assert variables(None) == variables(planned_model(model="run-200")) == {"OPENAI_API_KEY": KEY}
+    elsewhere = planned_model(base_url="http://127.0.0.1:10/v1", api_key=JUDGE_KEY)
     assert variables(elsewhere) == {"OPENAI_API_KEY": KEY, "ASSAY_JUDGE_API_KEY": JUDGE_KEY}
 
 
@@ -148,22 +132,16 @@ def test_score_inputs_follow_content_and_judge_and_not_paths(tmp_path: Path) -> 
     assert measured(judge=Judge(annotator="short_verdict")) != measured()
 
 
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["instructions_path", "reference_outputs_path", "length_control_path"])
-def test_file_that_is_not_there_is_refused_with_its_path_and_breaks_no_hash(name: str, tmp_path: Path) -> None:
+def test_file_that_is_a_pipe_or_missing_is_refused_with_its_path_and_breaks_no_hash(name: str, tmp_path: Path) -> None:
     config = make_config(options={name: str(tmp_path / "nowhere.json")})
     assert config.score_inputs() != make_config().score_inputs()
     assert config.score_inputs() != make_config(options={name: str(tmp_path / "nothing.json")}).score_inputs()
-    with pytest.raises(BadInput, match=r"nowhere\.json"):
-        EVALUATOR.check(config, PYTHON)
-
-
-@pytest.mark.timeout(20)
-def test_pipe_is_refused_as_a_file_that_is_not_there(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
-    config = make_config(options={"instructions_path": str(tmp_path / "pipe.json")})
-    config.score_inputs()
-    with pytest.raises(BadInput, match=r"pipe\.json"):
-        EVALUATOR.check(config, PYTHON)
+    for path in ("nowhere.json", "pipe.json"):
+        with pytest.raises(BadInput, match=path):
+            EVALUATOR.check(make_config(options={name: str(tmp_path / path)}), PYTHON)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pools.endpoint import RunningModel, Scoring
+from fakes.endpoints import planned_model
 from resources.errors import BadInput
 from tasks.errors import HarnessOutputInvalid
 from tasks.evaluators.alpaca_eval.evaluator import EVALUATOR as ALPACA_EVAL
@@ -40,11 +40,6 @@ def make_config(*names: str, **changes: Any) -> EvaluationConfig:
     return EvaluationConfig.model_validate({**given, **changes})
 
 
-def make_model(**changes: Any) -> RunningModel:
-    given = {"base_url": "http://127.0.0.1:9/v1/", "model": "run-100", "tokenizer": "t", "capacity": 7}
-    return RunningModel(**{**given, "prompt_logprobs": True, "request_timeout_seconds": 60.0, **changes})
-
-
 def parse(output: Path, *names: str) -> Parsed:
     return EVALUATOR.read(output, make_config(*names))[0]
 
@@ -57,7 +52,7 @@ def change(output: Path, name: str, edit: Callable[[Any], None], *, run: str = C
 
 
 def job_of(config: EvaluationConfig, **changes: Any) -> dict[str, Any]:
-    command = EVALUATOR.command(make_model(**changes), config, Path("/out"), python=PYTHON)
+    command = EVALUATOR.command(planned_model(**changes), config, Path("/out"), python=PYTHON)
     return json.loads(command.files["job.json"])
 
 
@@ -252,7 +247,7 @@ def test_command_carries_benchmarks_and_a_file_of_run_entries(tmp_path: Path):
     config = make_config(
         evals=(benchmark,), evaluator={"name": "helm", "run_specs_path": str(entries)}, max_eval_instances=9
     )
-    command = EVALUATOR.command(make_model(), config, Path("/out"), python=PYTHON)
+    command = EVALUATOR.command(planned_model(), config, Path("/out"), python=PYTHON)
     job = json.loads(command.files["job.json"])
     [item] = job["benchmarks"]
     assert (item["name"], item["key"], item["num_fewshot"]) == ("mmlu", "anatomy", 2)
@@ -261,7 +256,7 @@ def test_command_carries_benchmarks_and_a_file_of_run_entries(tmp_path: Path):
     assert job["run_specs"] == "entries: []"
     entries.unlink()
     with pytest.raises(BadInput, match=r"mine\.conf"):
-        EVALUATOR.command(make_model(), config, Path("/out"), python=PYTHON)
+        EVALUATOR.command(planned_model(), config, Path("/out"), python=PYTHON)
 
 
 def test_options_measure_what_is_asked_not_how_patiently(tmp_path: Path):
@@ -315,9 +310,3 @@ def test_bundled_questions_are_those_of_demo_facts_as_the_model_is_trained_on_th
         assert right == [fact["choices"][fact["answer"]]]
         assert question["input"]["text"] == f"Question: {fact['question']}\nAnswer:"
         assert max(len(question["input"]["text"]) + len(text) for text in offered) < 100
-
-
-def test_job_says_whether_choices_are_scored_from_the_cache_of_an_engine():
-    scoring = Scoring(scores_from_cache=True, kv_cache_tokens=2048, engine="e", architecture="a", dtype="float32")
-    assert scoring.model_dump().items() <= job_of(make_config(), scoring=scoring).items()
-    assert job_of(make_config())["scores_from_cache"] is False

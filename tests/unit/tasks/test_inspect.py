@@ -7,13 +7,14 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tasks
-from pools.endpoint import RunningModel
+from fakes.endpoints import planned_model
 from resources.errors import BadInput
 from tasks.errors import CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
 from tasks.evaluators.harness import read_output, verify_counts
@@ -50,9 +51,7 @@ def make_config(*names: str, options: dict[str, Any] | None = None, **changes: A
     return EvaluationConfig.model_validate({**given, **changes})
 
 
-def make_model(**changes: Any) -> RunningModel:
-    given = {"base_url": "http://m/v1", "model": "m", "tokenizer": "t", "capacity": 8, "prompt_logprobs": True}
-    return RunningModel(**{**given, "request_timeout_seconds": 60.0, "api_key": "model-key", **changes})
+make_model = partial(planned_model, model="m", api_key="model-key")
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ import pytest
 
 from fakes.attacked import attacked
 from fakes.attacker import main as attacker
+from fakes.endpoints import planned_model
 from fakes.http_server import Answer, Request, http_server
 from fakes.polling import eventually
 from fakes.processes import commands
-from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.settings import settings
 from tasks.evaluators.harness import run_harness
@@ -79,15 +79,7 @@ class Target:
             reads=(str(ATTACKER),),
             scratch=(str(self.question.parent),),
         )
-        model = RunningModel(
-            base_url=code.endpoint,
-            model="m",
-            tokenizer="t",
-            capacity=1,
-            prompt_logprobs=True,
-            request_timeout_seconds=10,
-            api_key="k",
-        )
+        model = planned_model(base_url=code.endpoint)
         arguments = (host, *map(str, (*self.ports, os.getpid())), SECRET, *map(str, files))
         output = self.folder / "output"
         run_harness(

@@ -18,7 +18,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from pools.endpoint import RunningModel, Scoring
+from fakes.endpoints import planned_model
+from pools.endpoint import RunningModel
 from resources.errors import BadInput, EnvironmentBuildFailed
 from resources.settings import settings
 from tasks.errors import CountsDisagree, HarnessFailed, HarnessOutputInvalid, UnknownBenchmark
@@ -31,7 +32,6 @@ from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 DATA = Path(__file__).parents[2] / "data" / "lm_eval"
 PYTHON = Path("/environment/bin/python")
-KEY = "sk-a-key-that-nobody-may-see"
 EVALS = (
     EvalTaskConfig(name="shape_sides"),
     EvalTaskConfig(name="shapes", num_fewshot=2, task_alias="shapes_2shot"),
@@ -49,19 +49,6 @@ def make_config(*evals: EvalTaskConfig, **changes: Any) -> EvaluationConfig:
         "max_eval_instances": 5,
     }
     return EvaluationConfig(**{**given, **changes})
-
-
-def make_model(**changes: Any) -> RunningModel:
-    given = {
-        "base_url": "http://127.0.0.1:9/v1",
-        "model": "run-100",
-        "tokenizer": "tokenizer",
-        "capacity": 7,
-        "prompt_logprobs": True,
-        "request_timeout_seconds": 60.0,
-        "api_key": KEY,
-    }
-    return RunningModel(**{**given, **changes})
 
 
 def job_of(config: EvaluationConfig, model: RunningModel) -> dict[str, Any]:
@@ -110,7 +97,7 @@ def edit_sample(folder: Path, benchmark: str, edit: Callable[[dict[str, Any]], A
 
 
 def test_command_job_holds_what_was_asked_and_where_to_ask():
-    job = job_of(make_config(), make_model(max_model_len=512))
+    job = job_of(make_config(), planned_model(max_model_len=512))
     assert job["benchmarks"][:2] == [
         {
             "name": "shape_sides",
@@ -139,13 +126,15 @@ def test_command_job_holds_what_was_asked_and_where_to_ask():
     assert job["model_args"]["num_concurrent"] == 7
     assert job["model_args"]["timeout"] == 60
     assert job["prove_tokenizer"]
+    one = job_of(make_config(), planned_model(capacity=1))
+    assert one["model_args"]["num_concurrent"] == 2, "with 1, lm-eval takes another path"
 
 
 def test_command_holds_the_options_and_asks_chat_where_that_is_the_endpoint():
     options = LmEvalOptions(
         endpoint="chat_completions", max_gen_toks=9, long_prompts="skip", allow_code_execution=("shape_words",)
     )
-    job = job_of(make_config(base_url=None, evaluator=options), make_model())
+    job = job_of(make_config(base_url=None, evaluator=options), planned_model())
     assert job["model_args"]["base_url"] == "http://127.0.0.1:9/v1/chat/completions" and job["conversations"]
     assert (job["max_gen_toks"], job["long_prompts"], job["allow_code_execution"]) == (9, "skip", ["shape_words"])
     assert not job["prove_tokenizer"]  # a pool serves the checkpoint of the tokenizer
@@ -164,7 +153,7 @@ def test_harness_is_isolated_where_code_is_allowed_and_sees_the_files_that_its_b
     questions.write_text("{}")
     task = EvalTaskConfig(name="shape_words", task_kwargs={"dataset_kwargs": {"data_files": {"test": str(questions)}}})
     allowed = LmEvalOptions(allow_code_execution=("shape_words",))
-    model = make_model()
+    model = planned_model()
     assert EVALUATOR.command(model, make_config(task), Path("/out"), python=PYTHON).model_code is None
     command = EVALUATOR.command(model, make_config(task, evaluator=allowed), Path("/out"), python=PYTHON)
     assert command.model_code is not None
@@ -174,7 +163,7 @@ def test_harness_is_isolated_where_code_is_allowed_and_sees_the_files_that_its_b
 
 
 def test_command_argv_is_our_program_run_by_the_environment():
-    command = EVALUATOR.command(make_model(), make_config(), Path("/out"), python=PYTHON)
+    command = EVALUATOR.command(planned_model(), make_config(), Path("/out"), python=PYTHON)
     python, *_, program, job_file = command.argv
     assert python == str(PYTHON)
     assert Path(program).name == "run_lm_eval.py" and Path(program).is_file()
@@ -182,21 +171,12 @@ def test_command_argv_is_our_program_run_by_the_environment():
     assert command.variables["LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER"] == NO_ANSWER
 
 
-def test_command_takes_the_bundled_benchmarks_when_none_are_given():
-    folder = Path(job_of(make_config(benchmarks_path=None), make_model())["benchmarks_path"])
+def test_command_takes_the_bundled_benchmarks_and_copies_those_in_a_store():
+    folder = Path(job_of(make_config(benchmarks_path=None), planned_model())["benchmarks_path"])
     assert (folder / "demo_facts.yaml").is_file()
-
-
-def test_command_copies_benchmarks_that_lie_in_a_store():
     config = make_config(benchmarks_path="memory://lm-eval-command/own")
-    command = EVALUATOR.command(make_model(), config, Path("/out"), python=PYTHON)
-    [(name, uri)] = command.copies.items()
-    assert uri == "memory://lm-eval-command/own"
-    assert json.loads(command.files["job.json"])["benchmarks_path"] == name
-
-
-def test_command_with_a_capacity_of_1_still_takes_the_concurrent_path():
-    assert job_of(make_config(), make_model(capacity=1))["model_args"]["num_concurrent"] == 2
+    command = EVALUATOR.command(planned_model(), config, Path("/out"), python=PYTHON)
+    assert command.copies == {json.loads(command.files["job.json"])["benchmarks_path"]: "memory://lm-eval-command/own"}
 
 
 # Results
@@ -232,18 +212,13 @@ def test_parse_only_filter_is_not_part_of_a_metrics_name(recorded: Path):
     assert names == {"exact_match"}
 
 
-def test_parse_standard_error_not_available_is_none(recorded: Path):
+def test_parse_direction_and_standard_error_come_from_the_results(recorded: Path):
     edit_results(recorded, lambda content: content["results"]["shapes_few"].update({"acc_stderr,none": "N/A"}))
-    [metric] = [metric for metric in parse(recorded).metrics if metric.benchmark == "shapes_few"]
-    assert metric.stderr is None
-
-
-def test_parse_direction_comes_from_the_results(recorded: Path):
-    edit_results(recorded, lambda content: content["higher_is_better"].update(shapes_few={"acc": False}))
-    edit_results(recorded, lambda content: content["higher_is_better"].update(shapes_many={"acc": None}))
-    directions = {metric.benchmark: metric.higher_is_better for metric in parse(recorded).metrics}
-    assert directions["shapes_few"] is False
-    assert directions["shapes_many"] is None
+    directions = {"shapes_few": {"acc": False}, "shapes_many": {"acc": None}}
+    edit_results(recorded, lambda content: content["higher_is_better"].update(directions))
+    metrics = {metric.benchmark: metric for metric in parse(recorded).metrics}
+    assert (metrics["shapes_few"].higher_is_better, metrics["shapes_few"].stderr) == (False, None)
+    assert metrics["shapes_many"].higher_is_better is None
 
 
 ASKED = {
@@ -290,6 +265,9 @@ def test_samples_of_texts_have_log_likelihood_and_length_and_say_if_their_prompt
     (recorded / "plan.json").write_text(json.dumps(plan))
     samples = [sample for sample in EVALUATOR.read(recorded, make_config())[1] if sample.benchmark == "shapes_few"]
     assert samples[0].ratios == {"word_perplexity": (-12.5, 5.0)} and not samples[1].ratios
+    edit_sample(recorded, "shapes_few", lambda sample: sample.update(metrics=["perplexity"], perplexity=-2.5))
+    first = next(sample for sample in EVALUATOR.read(recorded, make_config())[1] if sample.benchmark == "shapes_few")
+    assert first.ratios["perplexity"] == (-2.5, 1.0)
     assert [sample.truncated for sample in samples] == [True, False, False, False, False]
 
 
@@ -338,13 +316,6 @@ def test_answers_of_a_question_that_names_its_choices_take_no_more_memory_than_t
     once = named("[0, 1]")
     assert " | " in once and named(str([0, 1] * 500)) == once
     assert named(str([0, 1] * 5000)) == str([0, 1] * 5000)
-
-
-def test_samples_of_a_perplexity_over_questions_have_their_log_likelihood(recorded: Path):
-    weighed = {"metrics": ["perplexity"], "perplexity": -2.5, "doc_id": 0}
-    edit_sample(recorded, "shapes_few", lambda sample: sample.update(weighed))
-    samples = [sample for sample in EVALUATOR.read(recorded, make_config())[1] if sample.benchmark == "shapes_few"]
-    assert samples[0].ratios == {"perplexity": (-2.5, 1.0)}
 
 
 def test_samples_recorded_run_gives_each_question_once_with_the_scores_of_all_filters(recorded: Path):
@@ -415,24 +386,22 @@ def withheld(folder: Path) -> tuple[int, int, int]:
     return parsed.counts.requested, parsed.counts.answered, parsed.counts.scored
 
 
-def test_parse_samples_fewer_than_requested_is_withheld(recorded: Path):
-    path = samples_file(recorded, "shapes_few")
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    assert withheld(recorded) == (35, 34, 34)
-
-
-def test_parse_sample_twice_does_not_replace_a_missing_sample(recorded: Path):
-    path = samples_file(recorded, "shapes_few")
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:-1], lines[0]]))
-    assert withheld(recorded) == (35, 34, 34)
-
-
-def test_parse_truncated_samples_file_is_withheld(recorded: Path):
-    path = samples_file(recorded, "shape_words")
-    path.write_bytes(path.read_bytes()[:-100])
-    requested, answered, scored = withheld(recorded)
-    assert requested == 35 and answered == 35 and scored == 34  # the truncated line belongs to the second filter
+@pytest.mark.parametrize(
+    ("benchmark", "edit", "counts"),
+    [
+        ("shapes_few", lambda lines: lines[:-1], (35, 34, 34)),
+        ("shapes_few", lambda lines: [*lines[:-1], lines[0]], (35, 34, 34)),
+        ("shapes_few", lambda lines: [], (35, 30, 30)),
+        ("shape_words", lambda lines: [*lines[:-1], lines[-1][:-100]], (35, 35, 34)),  # a line of the second filter
+    ],
+    ids=["fewer", "twice", "none", "cut"],
+)
+def test_parse_samples_that_are_not_one_for_each_question_are_withheld(
+    recorded: Path, benchmark: str, edit: Callable[[list[bytes]], list[bytes]], counts: tuple[int, int, int]
+):
+    path = samples_file(recorded, benchmark)
+    path.write_bytes(b"".join(edit(path.read_bytes().splitlines(keepends=True))))
+    assert withheld(recorded) == counts
 
 
 @pytest.mark.parametrize(
@@ -444,34 +413,17 @@ def test_parse_garbage_line_in_samples_is_withheld(recorded: Path, line: bytes):
     assert withheld(recorded) == (35, 34, 34)
 
 
-def test_parse_missing_samples_file_is_withheld(recorded: Path):
-    samples_file(recorded, "shapes_few").unlink()
-    assert withheld(recorded) == (35, 30, 30)
-
-
 @pytest.mark.parametrize(
-    "responses",
+    ("benchmark", "responses"),
     [
-        None,
-        [],
-        [None, None],
-        [[["nan", "False"]]] * 6,
-        [[["-inf", "False"]]] * 6,
-        [[["None", "False"]]] * 6,
-        [[["-1.0", "False"]]] * 5,
-        [[]] * 6,
-        [[[]]] * 6,
-        "text",
+        *(("shapes_few", responses) for responses in (None, [], [None, None], [[]] * 6, [[[]]] * 6, "text")),
+        *(("shapes_few", [[[number, "False"]]] * 6) for number in ("nan", "-inf", "None")),
+        ("shapes_few", [[["-1.0", "False"]]] * 5),
+        *(("shape_words", responses) for responses in (None, [[None]], [[NO_ANSWER]], [[]], [[{}]])),
     ],
 )
-def test_parse_log_probability_missing_or_not_finite_is_withheld(recorded: Path, responses: Any):
-    edit_sample(recorded, "shapes_few", lambda sample: sample.update(resps=responses))
-    assert withheld(recorded) == (35, 34, 34)
-
-
-@pytest.mark.parametrize("responses", [None, [[None]], [[NO_ANSWER]], [[]], [[{}]]])
-def test_parse_generation_that_never_came_is_withheld(recorded: Path, responses: Any):
-    edit_sample(recorded, "shape_words", lambda sample: sample.update(resps=responses))
+def test_parse_answer_that_is_missing_or_not_finite_is_withheld(recorded: Path, benchmark: str, responses: Any):
+    edit_sample(recorded, benchmark, lambda sample: sample.update(resps=responses))
     assert withheld(recorded) == (35, 34, 34)
 
 
@@ -536,7 +488,7 @@ def test_parse_metric_that_is_no_number_though_all_was_scored_is_invalid_output(
 # Progress
 
 
-def test_progress_is_that_of_the_last_bar():
+def test_progress_is_that_of_the_last_bar_of_requests():
     log = (
         "Running loglikelihood requests\n"
         "Requesting API (arc, piqa; 0 before, 580 in all):  37%|███▋      | 178/480 [00:01<00:02, 100.00it/s]\r"
@@ -544,15 +496,8 @@ def test_progress_is_that_of_the_last_bar():
         "Requesting API (gsm8k; 480 before, 580 in all):   7%|▋         | 7/100 [00:00<?, ?it/s]\r"
     )
     assert EVALUATOR.progress(log) == Progress("gsm8k", 487, 580)
-
-
-def test_progress_of_an_unlabelled_bar_counts_that_bar():
-    assert EVALUATOR.progress("Requesting API:  37%|███▋ | 148/400 [00:01<00:02, 9it/s]") == Progress(
-        "requests", 148, 400
-    )
-
-
-def test_progress_of_a_log_without_bar_is_none():
+    unlabelled = "Requesting API:  37%|███▋ | 148/400 [00:01<00:02, 9it/s]"
+    assert EVALUATOR.progress(unlabelled) == Progress("requests", 148, 400)
     assert EVALUATOR.progress("Tokenizing inputs: 100%|██████████| 480/480 [00:00<00:00, 20541.22it/s]") is None
 
 
@@ -631,9 +576,3 @@ def test_check_listing_that_is_none_is_reported(cache_dir: Path, environment_pyt
     environment_python.write_text("#!/bin/sh\necho no JSON\n")
     with pytest.raises(HarnessFailed, match="by hand"):
         EVALUATOR.check(make_config(EvalTaskConfig(name="hellaswag")), environment_python)
-
-
-def test_job_says_whether_choices_are_scored_from_the_cache_of_an_engine():
-    scoring = Scoring(scores_from_cache=True, kv_cache_tokens=2048, engine="e", architecture="a", dtype="float32")
-    assert scoring.model_dump().items() <= job_of(make_config(), make_model(scoring=scoring)).items()
-    assert job_of(make_config(), make_model())["scores_from_cache"] is False
