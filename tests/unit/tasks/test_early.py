@@ -37,6 +37,7 @@ from tasks.verdicts.statistics.early import EarlyAsking, EarlyDecision
 RULE = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "run-a@100", "by_more_than": 0.1}
 HASH = "5f0c2a7be1d94c36"
 RIGHT = [1.0, 1.0, 0.0, 1.0, 0.0] * 40
+PERPLEXITY = make_metric(name="word_perplexity", value=float(np.exp(2.0)), higher_is_better=False)
 
 
 def decision(
@@ -232,6 +233,7 @@ def test_metric_of_which_less_is_better_is_mirrored_and_per_cent_scaled(tmp_path
 @pytest.mark.parametrize(
     ("metric", "scores", "reason"),
     [
+        (PERPLEXITY, [2.0] * 20, "ratio of sums over tokens"),
         (make_metric(value=0.3), RIGHT, "not the mean over single questions"),
         (make_metric(value=0.6, higher_is_better=None), RIGHT, "which direction is better"),
         (make_metric(value=-3.0), [-3.0] * 20, "not from 0 to 1"),
@@ -241,20 +243,15 @@ def test_metric_of_which_less_is_better_is_mirrored_and_per_cent_scaled(tmp_path
 def test_score_that_cannot_be_decided_early_is_refused_by_name_with_the_reason(
     tmp_path: Path, metric: Metric, scores: list[float], reason: str
 ):
-    baseline(tmp_path, scores, metric=metric)
-    with pytest.raises(BadInput, match=r"demo_facts · acc cannot[\s\S]*" + reason):
-        wanted_early(tmp_path)
-
-
-def test_perplexity_is_refused_as_a_ratio_over_tokens(tmp_path: Path):
-    samples = [
-        sample.model_copy(update={"scores": {}, "ratios": {"word_perplexity": (-2.0, 1.0)}})
-        for sample in make_samples([1.0] * 20)
-    ]
-    metric = make_metric(name="word_perplexity", value=float(np.exp(2.0)), higher_is_better=False)
-    baseline(tmp_path, metric=metric, samples=samples)
-    with pytest.raises(BadInput, match=r"word_perplexity cannot[\s\S]*ratio of sums over tokens"):
-        wanted_early(tmp_path, early_gate({**RULE, "metric": "word_perplexity"}))
+    samples = None
+    if metric is PERPLEXITY:
+        samples = [
+            sample.model_copy(update={"scores": {}, "ratios": {metric.name: (-2.0, 1.0)}})
+            for sample in make_samples(scores)
+        ]
+    baseline(tmp_path, scores, metric=metric, samples=samples or make_samples(scores))
+    with pytest.raises(BadInput, match=rf"demo_facts · {metric.name} cannot[\s\S]*{reason}"):
+        wanted_early(tmp_path, early_gate({**RULE, "metric": metric.name}))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tasks.evaluators.helm.evaluator import EVALUATOR, read_entries_file
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.inspect_ai.evaluator import EVALUATOR as INSPECT_AI
 from tasks.records.record import Counts
+from tasks.records.samples import Sample
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
@@ -42,6 +43,10 @@ def make_config(*names: str, **changes: Any) -> EvaluationConfig:
 
 def parse(output: Path, *names: str) -> Parsed:
     return EVALUATOR.read(output, make_config(*names))[0]
+
+
+def choices_in(output: Path) -> list[Sample]:
+    return [sample for sample in EVALUATOR.read(output, make_config())[1] if sample.benchmark == "demo_mcqa"]
 
 
 def change(output: Path, name: str, edit: Callable[[Any], None], *, run: str = CHOICES) -> None:
@@ -75,27 +80,26 @@ def test_web_site_is_linked_if_it_exists(output: Path):
     assert parse(output).links == {"HELM": "helm/index.html"}
 
 
-def test_dead_request_of_a_question_leaves_it_without_an_answer(output: Path):
-    change(output, "scenario_state.json", lambda state: state["request_states"][1]["result"].update(success=False))
-    assert parse(output).counts == Counts(requested=12, answered=11, scored=11)
+def unscored(questions: list[dict[str, Any]]) -> None:
+    for question in questions:
+        if question["instance_id"] == questions[0]["instance_id"]:
+            question["stats"] = [stat for stat in question["stats"] if stat["name"]["name"] != "exact_match"]
 
 
-def test_questions_that_vanished_are_missed(output: Path):
-    change(output, "scenario_state.json", lambda state: state["request_states"].__delitem__(slice(4, None)))
-    assert parse(output).counts == Counts(requested=12, answered=9, scored=9)
-
-
-def test_answer_without_a_score_is_not_scored(output: Path):
-    def unscore(questions: list[dict[str, Any]]) -> None:
-        questions[:] = [
-            {**question, "stats": [stat for stat in question["stats"] if stat["name"]["name"] != "exact_match"]}
-            if question["instance_id"] == questions[0]["instance_id"]
-            else question
-            for question in questions
-        ]
-
-    change(output, "per_instance_stats.json", unscore)
-    assert parse(output).counts == Counts(requested=12, answered=12, scored=11)
+@pytest.mark.parametrize(
+    ("name", "edit", "answered", "scored"),
+    [
+        ("scenario_state.json", lambda state: state["request_states"][1]["result"].update(success=False), 11, 11),
+        ("scenario_state.json", lambda state: state["request_states"].__delitem__(slice(4, None)), 9, 9),
+        ("per_instance_stats.json", unscored, 12, 11),
+    ],
+    ids=["dead request", "questions that vanished", "answer without a score"],
+)
+def test_question_without_an_answer_or_a_score_is_missed(
+    output: Path, name: str, edit: Callable[[Any], None], answered: int, scored: int
+):
+    change(output, name, edit)
+    assert parse(output).counts == Counts(requested=12, answered=answered, scored=scored)
 
 
 def test_metric_of_the_run_scores_all_answers_and_none_scores_none(output: Path):
@@ -150,8 +154,7 @@ def test_answers_cut_or_with_open_reasoning_are_counted(output: Path):
 
     assert {sample.finish for sample in EVALUATOR.read(output, make_config())[1]} == {None}
     change(output, "scenario_state.json", generate)
-    finishes = [sample.finish for sample in EVALUATOR.read(output, make_config())[1] if sample.benchmark == "demo_mcqa"]
-    assert sorted(map(str, finishes)) == ["length", "stop", "stop", "stop"]
+    assert sorted(str(sample.finish) for sample in choices_in(output)) == ["length", "stop", "stop", "stop"]
     assert parse(output).details["demo_mcqa"].unclosed == 4
 
 
@@ -180,22 +183,18 @@ def test_questions_of_another_split_are_excluded_from_the_main_error(output: Pat
     [choices] = [metric for metric in parse(output).metrics if metric.benchmark == "demo_mcqa"]
     assert choices.n == 3
     assert parse(output).counts == Counts(requested=12, answered=12, scored=12)
-    scores = [sample.scores for sample in EVALUATOR.read(output, make_config())[1] if sample.benchmark == "demo_mcqa"]
-    assert [len(sample_scores) for sample_scores in scores] == [1, 1, 1, 0]
+    assert [len(sample.scores) for sample in choices_in(output)] == [1, 1, 1, 0]
 
 
 def test_sample_of_a_changed_question_is_another_sample(output: Path):
-    def ids() -> set[str]:
-        return {sample.id for sample in EVALUATOR.read(output, make_config())[1] if sample.benchmark == "demo_mcqa"}
-
     def turn_answers(state: dict[str, Any]) -> None:
         for asked in state["request_states"][:4]:
             for reference in asked["instance"]["references"]:
                 reference["tags"] = [] if reference["tags"] else ["correct"]
 
-    before = ids()
+    before = {sample.id for sample in choices_in(output)}
     change(output, "scenario_state.json", turn_answers)
-    assert len(before - ids()) == 1
+    assert len(before - {sample.id for sample in choices_in(output)}) == 1
 
 
 def test_sample_of_a_choice_tells_the_scored_choice(output: Path):
@@ -208,8 +207,7 @@ def test_sample_of_a_choice_tells_the_scored_choice(output: Path):
     change(output, "per_instance_stats.json", choose)
     states = json.loads(next(output.rglob("custom_mcqa*/scenario_state.json")).read_text())["request_states"]
     last = [state["instance"]["references"][3]["output"]["text"] for state in states[::4]]
-    outputs = [sample.output for sample in EVALUATOR.read(output, make_config())[1] if sample.benchmark == "demo_mcqa"]
-    assert outputs == last
+    assert [sample.output for sample in choices_in(output)] == last
 
 
 def test_command_asks_as_many_as_the_endpoint_takes_at_once_within_reason():
@@ -222,14 +220,9 @@ def test_choice_that_a_question_does_not_offer_is_left_out(output: Path):
     def point_elsewhere(content: dict[str, Any]) -> None:
         content["request_states"][0]["reference_index"] = 99
 
-    def first_choices() -> tuple[str, ...]:
-        return next(
-            sample.choices for sample in EVALUATOR.read(output, make_config())[1] if sample.benchmark == "demo_mcqa"
-        )
-
-    whole = first_choices()
+    whole = choices_in(output)[0].choices
     change(output, "scenario_state.json", point_elsewhere)
-    assert first_choices() == whole[1:]
+    assert choices_in(output)[0].choices == whole[1:]
 
 
 @pytest.mark.parametrize("name", ["../../../../elsewhere", "/etc"])

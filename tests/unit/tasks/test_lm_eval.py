@@ -28,6 +28,7 @@ from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.evaluators.lm_eval.files import NO_ANSWER
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.evaluators.lm_eval.results import clusters_of
+from tasks.records.samples import Sample
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 DATA = Path(__file__).parents[2] / "data" / "lm_eval"
@@ -71,6 +72,10 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def parse(folder: Path) -> Parsed:
     return EVALUATOR.read(folder, make_config())[0]
+
+
+def few_in(folder: Path) -> list[Sample]:
+    return [sample for sample in EVALUATOR.read(folder, make_config())[1] if sample.benchmark == "shapes_few"]
 
 
 def edit_results(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -263,10 +268,10 @@ def test_samples_of_texts_have_log_likelihood_and_length_and_say_if_their_prompt
     plan = json.loads((recorded / "plan.json").read_text())
     plan["benchmarks"]["shape_sides"]["shapes_few"]["truncated_questions"] = [0]
     (recorded / "plan.json").write_text(json.dumps(plan))
-    samples = [sample for sample in EVALUATOR.read(recorded, make_config())[1] if sample.benchmark == "shapes_few"]
+    samples = few_in(recorded)
     assert samples[0].ratios == {"word_perplexity": (-12.5, 5.0)} and not samples[1].ratios
     edit_sample(recorded, "shapes_few", lambda sample: sample.update(metrics=["perplexity"], perplexity=-2.5))
-    first = next(sample for sample in EVALUATOR.read(recorded, make_config())[1] if sample.benchmark == "shapes_few")
+    first = few_in(recorded)[0]
     assert first.ratios["perplexity"] == (-2.5, 1.0)
     assert [sample.truncated for sample in samples] == [True, False, False, False, False]
 
@@ -301,7 +306,7 @@ def test_samples_of_questions_about_a_document_share_a_cluster(recorded: Path):
     for number, line in enumerate(lines):
         line["doc"]["passage"] = f"passage {number // 3}"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    samples = [sample for sample in EVALUATOR.read(recorded, make_config())[1] if sample.benchmark == "shapes_few"]
+    samples = few_in(recorded)
     assert len({sample.cluster for sample in samples[:3]}) == 1 and samples[0].cluster
     assert samples[3].cluster == samples[4].cluster != samples[0].cluster
 
@@ -309,7 +314,7 @@ def test_samples_of_questions_about_a_document_share_a_cluster(recorded: Path):
 def test_answers_of_a_question_that_names_its_choices_take_no_more_memory_than_the_choices(recorded: Path):
     def named(target: str) -> str:
         edit_sample(recorded, "shapes_few", lambda sample: sample.update(target=target))
-        sample = next(each for each in EVALUATOR.read(recorded, make_config())[1] if each.benchmark == "shapes_few")
+        sample = few_in(recorded)[0]
         assert len(sample.choices) > 1
         return str(sample.target)
 
@@ -375,7 +380,7 @@ def test_samples_of_a_damaged_line_are_read_as_far_as_possible(recorded: Path, d
 def test_samples_perplexity_beyond_all_numbers_is_no_score(recorded: Path):
     weighed = {"metrics": ["perplexity", "acc"], "perplexity": -math.inf, "acc": 1.0, "doc_id": 0}
     edit_sample(recorded, "shapes_few", lambda sample: sample.update(weighed))
-    question = next(sample for sample in EVALUATOR.read(recorded, make_config())[1] if sample.benchmark == "shapes_few")
+    question = few_in(recorded)[0]
     assert question.scores == {"acc": 1.0}
 
 
