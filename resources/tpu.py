@@ -1,4 +1,4 @@
-"""The TPU slices that Google Cloud offers: the number of chips and VMs for each name.
+"""The TPU slices that Google Cloud offers: the number of chips, hosts and VMs for each name.
 
 Source: the Cloud TPU configuration tables as Levanter and Marin use them. A v4 or v5p name counts TensorCores (two per
 chip); a v5litepod or v6e name counts chips.
@@ -15,10 +15,11 @@ from resources.errors import BadInput
 
 @dataclass(frozen=True)
 class TpuTopology:
-    """A slice: `chips` in total, over `vms` VMs with `chips_per_vm` chips each."""
+    """A slice: `chips` in total, over `hosts` machines that run `vms` VMs with `chips_per_vm` chips each."""
 
     variant: str
     chips: int
+    hosts: int
     vms: int
     chips_per_vm: int
 
@@ -42,20 +43,22 @@ _MOST_CORES = {"v4": 8192, "v5p": 12288}
 
 
 def _by_cores(family: str, cores: int) -> TpuTopology:
-    return TpuTopology(f"{family}-{cores}", cores // 2, cores // 8, 4)
+    chips = cores // 2
+    return TpuTopology(f"{family}-{cores}", chips, chips // 4, chips // 4, 4)
 
 
-def _by_chips(family: str, chips: int) -> TpuTopology:
-    # A single VM has up to eight chips; from 16 on, each has four, also the two VMs of a v5e host with eight.
-    vms = 1 if chips <= 8 else chips // 4
-    return TpuTopology(f"{family}-{chips}", chips, vms, chips // vms)
+def _by_chips(family: str, chips: int, *, per_host: int) -> TpuTopology:
+    if chips <= 8:
+        return TpuTopology(f"{family}-{chips}", chips, 1, 1, chips)
+    # A v5e host carries eight chips, but is split into two VMs of four.
+    return TpuTopology(f"{family}-{chips}", chips, chips // per_host, chips // 4, 4)
 
 
 _TABLE = (
     *(_by_cores("v4", cores) for cores in _V4_SIZES),
     *(_by_cores("v5p", cores) for cores in _V5P_SIZES),
-    *(_by_chips("v5litepod", chips) for chips in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
-    *(_by_chips("v6e", chips) for chips in (1, 4, 8, 16, 32, 64, 128, 256)),
+    *(_by_chips("v5litepod", chips, per_host=8) for chips in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+    *(_by_chips("v6e", chips, per_host=4) for chips in (1, 4, 8, 16, 32, 64, 128, 256)),
 )
 
 CORES_PER_CHIP = {"v4": 60, "v5litepod": 24, "v5p": 52, "v6e": 22}

@@ -23,8 +23,8 @@ RUN python3 -m venv /opt/assay \
     && uv python install 3.12
 
 # What is built seldom comes before what changes daily: the environments, then Assay.
-COPY resources/__init__.py resources/errors.py resources/key_variables.py resources/settings.py resources/
-COPY resources/storage/__init__.py resources/storage/regular_files.py resources/storage/
+COPY resources/__init__.py resources/errors.py resources/settings.py resources/
+COPY resources/storage/__init__.py resources/storage/files.py resources/storage/regular_files.py resources/storage/
 COPY resources/environments/__init__.py resources/environments/environments.py resources/environments/
 COPY deployments/images/build.py ./
 

@@ -19,22 +19,24 @@ from resources.tpu import CORES_PER_CHIP, GIB_PER_CHIP, TPU_TOPOLOGIES, tpu_topo
 
 
 @pytest.mark.parametrize(
-    ("name", "chips", "vms", "per_vm"),
+    ("name", "chips", "hosts", "vms", "per_vm"),
     [
-        ("v4-8", 4, 1, 4),
-        ("v4-4096", 2048, 512, 4),
-        ("v5litepod-8", 8, 1, 8),
-        ("v5litepod-16", 16, 4, 4),
-        ("v5litepod-256", 256, 64, 4),
-        ("v5p-12288", 6144, 1536, 4),
-        ("v6e-8", 8, 1, 8),
-        ("v6e-16", 16, 4, 4),
-        ("v6e-256", 256, 64, 4),
+        ("v4-8", 4, 1, 1, 4),
+        ("v4-4096", 2048, 512, 512, 4),
+        ("v5litepod-8", 8, 1, 1, 8),
+        ("v5litepod-16", 16, 2, 4, 4),
+        ("v5litepod-256", 256, 32, 64, 4),
+        ("v5p-12288", 6144, 1536, 1536, 4),
+        ("v6e-8", 8, 1, 1, 8),
+        ("v6e-16", 16, 4, 4, 4),
+        ("v6e-256", 256, 64, 64, 4),
     ],
 )
-def test_topology_of_a_slice_has_its_chips_and_machines(name: str, chips: int, vms: int, per_vm: int) -> None:
+def test_topology_of_a_slice_has_its_chips_and_machines(
+    name: str, chips: int, hosts: int, vms: int, per_vm: int
+) -> None:
     topology = tpu_topology(name)
-    assert (topology.chips, topology.vms, topology.chips_per_vm) == (chips, vms, per_vm)
+    assert (topology.chips, topology.hosts, topology.vms, topology.chips_per_vm) == (chips, hosts, vms, per_vm)
 
 
 def test_topologies_chips_are_spread_over_all_vms() -> None:
