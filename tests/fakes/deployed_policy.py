@@ -9,12 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import yaml
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from fakes.endpoints import Endpoint, endpoint
 from fakes.models import CONFIG, write_checkpoint
+from fakes.policies import write_policy, write_suite
 from fakes.prefect_field import Field, prefect_field
 from fakes.tokenizers import write_byte_tokenizer
 from flows.deploy.policies import PolicyDeployment, deploy_policy
@@ -88,18 +88,9 @@ def deployed_policy(folder: Path, *, database: str | None) -> Iterator[Deployed]
         temporary_settings({PREFECT_API_URL: field.url}),
     ):
         deployed = Deployed(field, folder, engine)
-        evaluations = [{"label": "facts", "evals": ["demo_facts"], "max_eval_instances": 2}]
-        suite = {"name": "facts", "description": "facts", "evaluations": evaluations}
-        (folder / "facts.yaml").write_text(yaml.safe_dump(suite))
-        policy = {
-            "name": "watched",
-            "runs": [str(folder / "run*")],
-            "suites": [str(folder / "facts.yaml")],
-            "evaluation_path": str(folder / "out"),
-            "base_url": engine.base_url,
-            "retries": {"first_delay_seconds": 0},
-        }
-        (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
+        suite = write_suite(folder, "facts", "demo_facts", max_eval_instances=2)
+        fields = {"name": "watched", "base_url": engine.base_url, "retries": {"first_delay_seconds": 0}}
+        write_policy(folder, suite, **fields)
         apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])
         yield deployed
         # without this, it would send this process's events to this server for ever

@@ -28,6 +28,7 @@ from fakes.cli import invoke
 from fakes.endpoints import Endpoint, endpoint
 from fakes.evaluators import Commanded
 from fakes.models import CONFIG, write_checkpoint
+from fakes.policies import write_policy, write_suite
 from fakes.polling import eventually
 from fakes.records import make_metric, make_record
 from fakes.tokenizers import write_byte_tokenizer
@@ -64,21 +65,10 @@ class Watched:
         return self.folder / "policy.yaml"
 
     def write_suite(self, name: str, *benchmarks: str) -> str:
-        evaluations = [{"label": benchmark, "evals": [benchmark], "max_eval_instances": 2} for benchmark in benchmarks]
-        path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({"name": name, "description": name, "evaluations": evaluations}))
-        return str(path)
+        return write_suite(self.folder, name, *benchmarks, max_eval_instances=2)
 
     def write_policy(self, *suites: str | dict[str, Any], **fields: Any) -> None:
-        content = {
-            "name": "watched",
-            "runs": [str(self.folder / "run*")],
-            "suites": list(suites),
-            "evaluation_path": str(self.folder / "out"),
-            "base_url": self.engine.base_url,
-            **fields,
-        }
-        self.policy.write_text(yaml.safe_dump(content))
+        write_policy(self.folder, *suites, **{"name": "watched", "base_url": self.engine.base_url, **fields})
 
     def write_checkpoint(self, step: int, *, seed: int | None = None) -> Path:
         folder = self.folder / "run" / "hf" / f"step-{step}"
@@ -209,11 +199,9 @@ def test_policy_decides_early_after_a_whole_checkpoint_and_asks_the_rest_on_an_a
     with watched(tmp_path) as run:
         for step in (1, 2):
             run.write_checkpoint(step)
-        evaluation = {"label": "facts", "evals": ["demo_facts"]}
-        suite = run.folder / "facts.yaml"
-        suite.write_text(yaml.safe_dump({"name": "facts", "description": "facts", "evaluations": [evaluation]}))
+        suite = write_suite(run.folder, "facts", "demo_facts")
         rule = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "previous", "by_more_than": 0.2}
-        run.write_policy(str(suite), gate={"decide": "early", "checkpoints": "every", "rules": [rule]})
+        run.write_policy(suite, gate={"decide": "early", "checkpoints": "every", "rules": [rule]})
 
         outcome = run.reconcile()
         assert (outcome["succeeded"], outcome["decided_early"], outcome["left_to_others"]) == (1, 1, 0)
@@ -274,10 +262,8 @@ def test_cell_that_our_own_code_breaks_is_given_up_after_the_retries_of_the_poli
     monkeypatch.setattr("tasks.evaluators.levanter.evaluator.EVALUATOR", unreadable)
     with watched(tmp_path) as run:
         run.write_checkpoint(1)
-        evaluation = {"label": "facts", "evaluator": levanter, "evals": ["demo_facts"]}
-        suite = run.folder / "facts.yaml"
-        suite.write_text(yaml.safe_dump({"name": "facts", "description": "facts", "evaluations": [evaluation]}))
-        run.write_policy(str(suite), retries={"infra_failures": 3, "first_delay_seconds": 0})
+        suite = write_suite(run.folder, "facts", "demo_facts", evaluator=levanter)
+        run.write_policy(suite, retries={"infra_failures": 3, "first_delay_seconds": 0})
         for tries in (2, 4):  # Prefect makes a second attempt each time
             with pytest.raises(EvaluationInterrupted, match=r"TypeError at tasks\.evaluators\.harness:"):
                 run.reconcile()

@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from prefect.events import ResourceSpecification
 from prefect.events.schemas.events import Resource
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from fakes.cli import invoke
 from fakes.models import write_checkpoint
+from fakes.policies import write_policy
 from flows.cli.deployments import duration
 from flows.deploy.watching import watch
 from resources.errors import AssayError, BadInput
@@ -24,16 +24,7 @@ from tasks.spec.loading import load_config
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Policy:
-    content = {
-        "name": "watched",
-        "runs": [str(tmp_path / "run*")],
-        "suites": ["key_evals"],
-        "evaluation_path": str(tmp_path / "out"),
-        "base_url": "http://127.0.0.1:1/v1",
-    }
-    file = tmp_path / "policy.yaml"
-    file.write_text(yaml.safe_dump(content))
-    return load_config(str(file), Policy)
+    return load_config(str(write_policy(tmp_path, name="watched")), Policy)
 
 
 def make(folder: Path, step: int, *, run: str = "run-a", seed: int = 0) -> Path:

@@ -10,24 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from fakes.alerts import known_alert
 from fakes.cli import invoke
 from fakes.gates import judged_in_a_pass
 from fakes.models import write_run
+from fakes.policies import record_for, seen_checkpoint, wanted_evaluation, write_policy, write_suite
 from fakes.records import make_metric, make_record, make_samples, publish
 from flows.reconcile import load_policy, reconcile_policy
 from resources.errors import BadInput
 from tasks.checkpoints.rules import CheckpointRule
-from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.policies.early import EarlyDecisions, EarlyKey
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import Reconciliation, RunListing, reconcile
 from tasks.policies.snapshot import take_snapshot
 from tasks.records.index import Evaluated, RunRecords
 from tasks.records.verdicts import EarlyScore, EarlyVerdict
-from tasks.spec.evaluation import EvaluationConfig
 from tasks.verdicts.alert_files import acknowledge, write_first
 from tasks.verdicts.gate import Gate
 
@@ -38,17 +36,6 @@ NOTHING = RunRecords({}, (), {})
 
 def early_gate(rule: dict[str, Any] = RULE, **fields: Any) -> Gate:
     return Gate.model_validate({"decide": "early", "whole_every": 3, "rules": [rule], **fields})
-
-
-def checkpoint(step: int, **changes: Any) -> SeenCheckpoint:
-    seen = SeenCheckpoint(f"/runs/run/hf/step-{step}", f"run-{step}", step, "huggingface", f"listing-{step}", ())
-    return replace(seen, **changes)
-
-
-def wanted_evaluation(name: str = "a", *rules: CheckpointRule) -> WantedEvaluation:
-    content = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
-    config = EvaluationConfig.model_validate(content)
-    return WantedEvaluation((name,), 0, rules or (CheckpointRule(which="all"),), config, f"hash-{name}", None)
 
 
 def done(*steps: int) -> RunRecords:
@@ -67,7 +54,7 @@ def decide(
     content = {"name": "p", "runs": ["/runs/run"], "suites": ["demo"], "evaluation_path": "/out"}
     kept = {EarlyKey(step, "hash-a", f"listing-{step}"): word for step, word in (words or {}).items()}
     early = EarlyDecisions(gate or early_gate(), "/out", kept, frozenset(alerted))
-    checkpoints = [checkpoint(step) for step in steps]
+    checkpoints = [seen_checkpoint(step) for step in steps]
     listing = RunListing("/runs/run", "run", evaluations or (wanted_evaluation(),), checkpoints, records, early=early)
     return reconcile([listing], Policy.model_validate(content), now=1e6)
 
@@ -125,7 +112,7 @@ def test_early_verdict_settles_a_cell_unless_it_is_an_alarm():
 
 
 def test_verdict_is_on_the_checkpoint_as_it_was():
-    listing = RunListing("/runs/run", "run", (wanted_evaluation(),), [checkpoint(2, listing="again")], done(1))
+    listing = RunListing("/runs/run", "run", (wanted_evaluation(),), [seen_checkpoint(2, listing="again")], done(1))
     kept = {EarlyKey(2, "hash-a", "listing-2"): "not-worse"}
     content = {"name": "p", "runs": ["/runs/run"], "suites": ["demo"], "evaluation_path": "/out"}
     early = replace(listing, early=EarlyDecisions(early_gate(), "/out", kept))
@@ -155,19 +142,9 @@ class Watched:
         return str(self.folder / "out" / "run")
 
     def write(self, *, evaluation: dict[str, Any] | None = None, **fields: Any) -> None:
-        suite = {"name": "s", "description": "d", "evaluations": [{"label": "s", "evals": ["demo_facts"]}]}
-        suite["evaluations"][0] |= evaluation or {}
-        (self.folder / "s.yaml").write_text(yaml.safe_dump(suite))
-        content = {
-            "name": "p",
-            "runs": [str(self.folder / "run")],
-            "suites": [str(self.folder / "s.yaml")],
-            "evaluation_path": str(self.folder / "out"),
-            "base_url": "http://127.0.0.1:9/v1",
-            "gate": {"decide": "early", "whole_every": 3, "checkpoints": "every", "rules": [RULE]},
-            **fields,
-        }
-        Path(self.policy).write_text(yaml.safe_dump(content))
+        suite = write_suite(self.folder, "s", "demo_facts", **(evaluation or {}))
+        gate = {"decide": "early", "whole_every": 3, "checkpoints": "every", "rules": [RULE]}
+        write_policy(self.folder, suite, **{"gate": gate, **fields})
 
     def listing(self) -> RunListing:
         [listing] = take_snapshot(load_policy(self.policy))
@@ -175,14 +152,7 @@ class Watched:
 
     def publish(self, step: int, right: int, *, early: bool = False) -> None:
         """Publishes a record of a checkpoint with 200 questions, or an early verdict on it after 40 of them."""
-        listing = self.listing()
-        [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
-        hash_ = listing.evaluations[0].hash
-        record = make_record(
-            step=step, run="run", metrics=(make_metric(value=right / 200, n=200),), evaluation_hash=hash_
-        )
-        reference = record.checkpoint.model_copy(update={"listing": seen.listing})
-        record = record.model_copy(update={"checkpoint": reference})
+        record = record_for(Path(self.policy), step, metrics=(make_metric(value=right / 200, n=200),))
         if not early:
             publish(self.folder / "out", record, make_samples([1.0] * right + [0.0] * (200 - right)))
             return
@@ -205,10 +175,10 @@ class Watched:
         )
         verdict = EarlyVerdict(
             cell=record.cell,
-            checkpoint=reference,
+            checkpoint=record.checkpoint,
             evaluator=record.evaluator,
             benchmarks=record.benchmarks,
-            evaluation_hash=hash_,
+            evaluation_hash=record.evaluation_hash,
             wanted="wanted",
             gate="gate",
             alpha=0.05,
@@ -218,9 +188,10 @@ class Watched:
             attempt=f"attempt-{right}",
             created=record.created,
         )
-        assert listing.early is not None
-        listing.early.keep(verdict)
-        listing.early.keep(verdict)  # a second writer leaves it
+        early_decisions = self.listing().early
+        assert early_decisions is not None
+        for _ in range(2):  # a second writer leaves it
+            early_decisions.keep(verdict)
 
     def judge(self) -> list[str]:
         """Returns the verdicts of a pass by checkpoint, and `refused` where NO-GO is raised."""

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from fakes.policies import seen_checkpoint, wanted_evaluation
 from tasks.checkpoints.merged_listing import recorded_mean, with_means
 from tasks.checkpoints.rules import CheckpointRule, eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
-from tasks.policies.policy import Policy, WantedEvaluation
+from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import Reconciliation, RunListing, State, reconcile
 from tasks.policies.views import gaps_json, status_json
 from tasks.records.index import Evaluated, RunRecords
-from tasks.spec.evaluation import EvaluationConfig
 
 NOTHING = RunRecords({}, (), {})
 EVERY_SECOND = CheckpointRule(every_n_steps=2000, merged="last 3")
@@ -23,8 +23,7 @@ POLICY = Policy.model_validate({"name": "p", "runs": ["/r/a"], "suites": ["demo"
 
 
 def checkpoint(step: int, **changes: Any) -> SeenCheckpoint:
-    seen = SeenCheckpoint(f"/r/a/hf/step-{step}", f"a-{step}", step, "huggingface", f"listing-{step}", ())
-    return replace(seen, **changes)
+    return seen_checkpoint(step, run="/r/a", **changes)
 
 
 def run(*steps: int) -> list[SeenCheckpoint]:
@@ -34,10 +33,7 @@ def run(*steps: int) -> list[SeenCheckpoint]:
 def listing(
     checkpoints: list[SeenCheckpoint], *rules: CheckpointRule, records: RunRecords = NOTHING, **more: Any
 ) -> RunListing:
-    config = EvaluationConfig.model_validate(
-        {"model_path": "/r/a", "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
-    )
-    evaluation = WantedEvaluation(("some",), 0, rules, config, "hash", None)
+    evaluation = wanted_evaluation("some", *rules)
     seen = RunListing("/r/a", "a", [evaluation], checkpoints, records, **more)
     return replace(seen, checkpoints=with_means(checkpoints, seen.taken_by(rules, final_step=None)))
 
@@ -51,7 +47,7 @@ def states(reconciliation: Reconciliation) -> dict[str, State]:
 
 
 def recorded(mean: SeenCheckpoint, name: str | None = None) -> RunRecords:
-    return RunRecords({name or mean.name: [Evaluated("d", mean.listing, frozenset({"hash"}))]}, (), {})
+    return RunRecords({name or mean.name: [Evaluated("d", mean.listing, frozenset({"hash-some"}))]}, (), {})
 
 
 def means(run_listing: RunListing) -> list[SeenCheckpoint]:

@@ -17,13 +17,12 @@ import yaml
 from fakes.cli import invoke
 from fakes.gates import judged_in_a_pass
 from fakes.models import write_run
-from fakes.records import FIRST, cell_of, make_metric, make_record, make_samples, renamed
+from fakes.policies import record_for, write_policy, write_suite
+from fakes.records import FIRST, cell_of, make_metric, make_samples
 from flows.reconcile import load_policy
-from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import AssayError, BadInput, RecordStatus
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
 from tasks.policies.policy import check_policy_paths, own_gate
-from tasks.policies.snapshot import take_snapshot
 from tasks.records.index import indexed_records
 from tasks.records.record import SinkState, find_records, note_sinks, write_record
 from tasks.records.samples import SAMPLES_NAME, write_samples
@@ -48,35 +47,23 @@ class Watched:
         return sorted((self.folder / "out" / "run" / "gates").rglob("*.json"))
 
     def write(self, *rules: dict[str, Any], suites: Sequence[str] = ("facts",), **gate: Any) -> None:
-        content = {
-            "name": "p",
-            "runs": [str(self.folder / "run")],
-            "suites": [str(self.folder / f"{suite}.yaml") for suite in suites],
-            "evaluation_path": str(self.folder / "out"),
-            "base_url": "http://127.0.0.1:9/v1",
-            "gate": {"name": "release", "checkpoints": "every", "rules": list(rules), **gate},
-        }
-        Path(self.policy).write_text(yaml.safe_dump(content))
+        own = {"name": "release", "checkpoints": "every", "rules": list(rules), **gate}
+        written = [write_suite(self.folder, suite, f"demo_{suite}") for suite in suites]
+        write_policy(self.folder, *written, runs=[str(self.folder / "run")], gate=own)
 
     def publish(self, step: int, right: int, *, status: RecordStatus = "succeeded", number: int = 1, suite: int = 0):
         """Publishes a record as an evaluation of a checkpoint does: `right` of 400 questions correct."""
-        [listing] = take_snapshot(load_policy(self.policy))
-        [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
-        evaluation = listing.evaluations[suite]
-        name = evaluation.config.evals[0].name
-        record = make_record(
-            step=step,
-            run="run",
+        name = ("demo_facts", "demo_backwards")[suite]
+        record = record_for(
+            Path(self.policy),
+            step,
+            suite=suite,
             status=status,
             metrics=(make_metric(name, right / 400, n=400),),
             benchmarks=(name,),
-            evaluation_hash=evaluation.hash,
             attempt=f"attempt-{number}",
             created=FIRST + timedelta(seconds=number),
         )
-        digests = digest_model_folder(inspect_model_folder(seen.uri))
-        reference = record.checkpoint.model_copy(update={"digest": digests.checkpoint, "listing": seen.listing})
-        record = renamed(record.model_copy(update={"checkpoint": reference}))
         cell = self._cells[step, suite] = Path(cell_of(self.folder / "out", record))
         shutil.rmtree(cell, ignore_errors=True)
         (cell / record.attempt).mkdir(parents=True)
@@ -99,9 +86,6 @@ class Watched:
 @pytest.fixture
 def watched(tmp_path: Path) -> Watched:
     write_run(tmp_path / "run", [100, 200, 300])
-    for suite, benchmark in (("facts", "demo_facts"), ("backwards", "demo_backwards")):
-        content = {"name": suite, "description": "d", "evaluations": [{"label": suite, "evals": [benchmark]}]}
-        (tmp_path / f"{suite}.yaml").write_text(yaml.safe_dump(content))
     watched_run = Watched(tmp_path)
     watched_run.write(AT_LEAST)
     return watched_run

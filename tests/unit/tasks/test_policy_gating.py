@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from fakes.policies import seen_checkpoint, wanted_evaluation
 from fakes.records import make_metric, make_record, publish
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
@@ -17,7 +17,6 @@ from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.policies.views import gaps_table
 from tasks.records.index import RunRecords
-from tasks.spec.evaluation import EvaluationConfig
 from tasks.verdicts.gate import Gate
 from tasks.verdicts.judge import JudgedCheckpoint
 
@@ -25,14 +24,7 @@ LATEST, EVERY = Gate(), Gate(checkpoints="every")
 
 
 def seen(step: int, **changes: Any) -> SeenCheckpoint:
-    checkpoint = SeenCheckpoint(f"/r/run-a/hf/step-{step}", f"run-a-{step}", step, "huggingface", "listing", ())
-    return replace(checkpoint, **{"digest": f"{step:016x}" * 4, **changes})
-
-
-def wanted_evaluation(name: str, *rules: CheckpointRule) -> WantedEvaluation:
-    content = {"model_path": "/r/run-a", "evals": [{"name": name}], "base_url": "http://127.0.0.1:9/v1"}
-    config = EvaluationConfig.model_validate(content)
-    return WantedEvaluation((name,), 0, rules or (CheckpointRule(which="all"),), config, f"hash-{name}", None)
+    return seen_checkpoint(step, run="/r/run-a", **{"listing": "listing", "digest": f"{step:016x}" * 4, **changes})
 
 
 def judged(

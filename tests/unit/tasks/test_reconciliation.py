@@ -23,11 +23,11 @@ from prefect.states import Cancelled, Cancelling, Crashed, Running
 
 from fakes.cli import invoke
 from fakes.models import write_checkpoint, write_run, write_safetensors
-from fakes.records import cell_of, make_record, renamed
+from fakes.policies import record_for, seen_checkpoint, wanted_evaluation, write_policy
+from fakes.records import cell_of, make_record
 from flows import hooks
 from flows.hooks import leave_nothing
 from flows.reconcile import load_policy, reconcile_once, reconcile_policy
-from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import RecordStatus
 from resources.process_marks import ProcessMark
 from resources.settings import variable_set
@@ -49,23 +49,10 @@ from tasks.records.usage import IndexedRecord, Typical, usage_of
 from tasks.running.cells import plan_cells
 from tasks.running.claims.files import Claim, Holder, SeenClaim, Subject
 from tasks.running.claims.leases import Claims
-from tasks.spec.evaluation import EvaluationConfig
 from tasks.verdicts.gate import Gate
 
 NOW = 1_000_000.0
 NOTHING = RunRecords({}, (), {})
-
-
-def checkpoint(step: int, **changes: Any) -> SeenCheckpoint:
-    seen = SeenCheckpoint(f"/runs/run/hf/step-{step}", f"run-{step}", step, "huggingface", f"listing-{step}", ())
-    return replace(seen, **changes)
-
-
-def wanted_evaluation(name: str, *rules: CheckpointRule, priority: int = 0, native: bool = False) -> WantedEvaluation:
-    content: dict[str, Any] = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}]}
-    content |= {"evaluator": "levanter_lm_evaluation_harness"} if native else {"base_url": "http://127.0.0.1:9/v1"}
-    config = EvaluationConfig.model_validate(content)
-    return WantedEvaluation((name,), priority, rules or (CheckpointRule(which="all"),), config, f"hash-{name}", None)
 
 
 def outcome(step: int, name: str, status: RecordStatus, **changes: Any) -> IndexedRecord:
@@ -124,7 +111,9 @@ def states(reconciliation: Reconciliation) -> dict[tuple[int, str], State]:
 
 def test_work_is_what_is_wanted_less_what_is_recorded_in_order_of_priority_and_step():
     first, second = wanted_evaluation("first", priority=1), wanted_evaluation("second", priority=2)
-    reconciliation = decide([checkpoint(2), checkpoint(1)], [first, second], RunRecords(done(1, "second"), (), {}))
+    reconciliation = decide(
+        [seen_checkpoint(2), seen_checkpoint(1)], [first, second], RunRecords(done(1, "second"), (), {})
+    )
     assert [(cell.checkpoint.step, cell.evaluation.suites[0]) for cell in reconciliation.work] == [
         (2, "second"),
         (1, "first"),
@@ -145,7 +134,7 @@ def test_work_is_what_is_wanted_less_what_is_recorded_in_order_of_priority_and_s
 def test_record_counts_for_the_state_of_the_checkpoint_that_it_is_of(
     seen: dict[str, str], expected: dict[tuple[int, str], State]
 ):
-    reconciliation = decide([checkpoint(1, **seen)], [wanted_evaluation("a")], RunRecords(done(1, "a"), (), {}))
+    reconciliation = decide([seen_checkpoint(1, **seen)], [wanted_evaluation("a")], RunRecords(done(1, "a"), (), {}))
     assert states(reconciliation) == expected
 
 
@@ -164,7 +153,7 @@ def test_record_counts_for_the_state_of_the_checkpoint_that_it_is_of(
     ],
 )
 def test_rules_take_checkpoints_and_the_others_are_counted(rules: list[CheckpointRule], steps: set[int]):
-    checkpoints = [checkpoint(step) for step in (5, 10, 15, 20)]
+    checkpoints = [seen_checkpoint(step) for step in (5, 10, 15, 20)]
     reconciliation = decide(checkpoints, [wanted_evaluation("a", *rules)], of=policy(final_step=15))
     assert {cell.checkpoint.step for cell in reconciliation.work} == steps
     assert reconciliation.left_out == 4 - len(steps)
@@ -173,19 +162,19 @@ def test_rules_take_checkpoints_and_the_others_are_counted(rules: list[Checkpoin
 @pytest.mark.parametrize(("recorded", "steps"), [((), {1300}), ((1000,), set()), ((900,), {1300})])
 def test_next_checkpoint_past_a_deleted_recorded_checkpoint_is_left_out(recorded: Sequence[int], steps: set[int]):
     records = RunRecords({name: states for step in recorded for name, states in done(step, "a").items()}, (), {})
-    kept = [*map(checkpoint, (1300, 1400, 1500)), checkpoint(1250, problems=("no weights",))]
+    kept = [*map(seen_checkpoint, (1300, 1400, 1500)), seen_checkpoint(1250, problems=("no weights",))]
     reconciliation = decide(kept, [wanted_evaluation("a", CheckpointRule(every_n_steps=1000))], records)
     assert {cell.checkpoint.step for cell in reconciliation.work} == steps
     assert {cell.checkpoint.step for cell in reconciliation.others} == ({1250} if steps else set())
 
 
 def test_incomplete_checkpoint_waits_with_what_it_lacks_where_it_would_be_wanted():
-    half = checkpoint(30, problems=("no weights",))
+    half = seen_checkpoint(30, problems=("no weights",))
     evaluations = [
         wanted_evaluation("some", CheckpointRule(every_n_steps=10)),
         wanted_evaluation("few", CheckpointRule(steps=(40,))),
     ]
-    [cell] = decide([checkpoint(20), half], [evaluations[0]]).others
+    [cell] = decide([seen_checkpoint(20), half], [evaluations[0]]).others
     assert (cell.state, cell.reason, cell.checkpoint.step) == ("waiting", "no weights", 30)
     assert states(decide([half], evaluations)) == {(30, "some"): "waiting"}
 
@@ -211,12 +200,12 @@ def test_failure_of_machines_is_tried_again_within_its_budget_and_no_other(
     status: RecordStatus, changes: dict[str, Any], state: State
 ):
     records = RunRecords({}, [outcome(1, "a", status, **changes)], {})
-    assert states(decide([checkpoint(1)], [wanted_evaluation("a")], records)) == {(1, "a"): state}
+    assert states(decide([seen_checkpoint(1)], [wanted_evaluation("a")], records)) == {(1, "a"): state}
 
 
 def test_pause_says_until_when():
     records = RunRecords({}, [outcome(1, "a", "infra_failed", created=NOW - 100)], {})
-    [cell] = decide([checkpoint(1)], [wanted_evaluation("a")], records).others
+    [cell] = decide([seen_checkpoint(1)], [wanted_evaluation("a")], records).others
     assert cell.until == NOW + 500
 
 
@@ -243,7 +232,7 @@ def claim(*, renewed: float, deaths: int = 0, released: bool = False, listing: s
 def test_claim_keeps_a_cell_while_its_holder_lives_and_counts_as_a_failure_when_it_died(
     standing: SeenClaim, state: State
 ):
-    assert states(decide([checkpoint(1)], [wanted_evaluation("a")], claims=[standing])) == {(1, "a"): state}
+    assert states(decide([seen_checkpoint(1)], [wanted_evaluation("a")], claims=[standing])) == {(1, "a"): state}
 
 
 @pytest.mark.parametrize(
@@ -262,11 +251,13 @@ def test_mark_of_a_person_stops_a_cell_or_clears_its_way(
     override = Override(kind=kind, policy=of, cells=cells, at=NOW - 1, user="u")
     overrides = Overrides(dict.fromkeys(cells or (), override), {} if cells else {of: override})
     records = RunRecords({}, [outcome(1, "a", "failed", created=failed_at)], {})
-    assert states(decide([checkpoint(1)], [wanted_evaluation("a")], records, overrides=overrides)) == {(1, "a"): state}
+    assert states(decide([seen_checkpoint(1)], [wanted_evaluation("a")], records, overrides=overrides)) == {
+        (1, "a"): state
+    }
 
 
 def test_native_checkpoint_is_work_for_levanter_and_reported_for_engines():
-    native = checkpoint(1, kind="levanter")
+    native = seen_checkpoint(1, kind="levanter")
     reconciliation = decide([native], [wanted_evaluation("engine"), wanted_evaluation("levanter", native=True)])
     assert states(reconciliation) == {(1, "engine"): "not_served", (1, "levanter"): "work"}
 
@@ -280,17 +271,7 @@ def watched(tmp_path: Path) -> Path:
     run = write_run(tmp_path / "run", [100, 200])
     weights = write_checkpoint(run / "hf" / "step-300") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    suite = {"name": "facts", "description": "d", "evaluations": [{"label": "facts", "evals": ["demo_facts"]}]}
-    (tmp_path / "facts.yaml").write_text(yaml.safe_dump(suite))
-    content = {
-        "name": "p",
-        "runs": [str(tmp_path / "ru*")],
-        "suites": [str(tmp_path / "facts.yaml")],
-        "evaluation_path": str(tmp_path / "out"),
-        "base_url": "http://127.0.0.1:9/v1",
-    }
-    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(content))
-    return tmp_path / "policy.yaml"
+    return write_policy(tmp_path)
 
 
 def asked(command: str, watched: Path, *options: str) -> Any:
@@ -300,13 +281,7 @@ def asked(command: str, watched: Path, *options: str) -> Any:
 
 
 def publish(watched: Path, step: int, status: RecordStatus = "succeeded", **fields: Any) -> Path:
-    [listing] = take_snapshot(load_policy(str(watched)))
-    [evaluation] = listing.evaluations
-    [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
-    digests = digest_model_folder(inspect_model_folder(seen.uri))
-    record = make_record(step=step, run="run", status=status, evaluation_hash=evaluation.hash, **fields)
-    reference = record.checkpoint.model_copy(update={"digest": digests.checkpoint, "listing": seen.listing})
-    record = renamed(record.model_copy(update={"checkpoint": reference}))
+    record = record_for(watched, step, status=status, **fields)
     cell = cell_of(watched.parent / "out", record)
     write_record(cell, record)
     return Path(cell)

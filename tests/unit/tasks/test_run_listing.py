@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fakes.models import write_checkpoint
+from fakes.policies import wanted_evaluation
 from fakes.records import cell_of, make_record, renamed
 from resources.settings import settings
-from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import RunListing, reconcile
@@ -23,7 +23,6 @@ from tasks.records.record import write_record
 from tasks.records.usage import IndexedRecord, usage_of
 from tasks.running.claims.files import Subject, claims_folder
 from tasks.running.claims.leases import Claims
-from tasks.spec.evaluation import EvaluationConfig
 
 
 @pytest.fixture(autouse=True)
@@ -83,10 +82,7 @@ def test_run_is_looked_at_where_nothing_can_be_remembered(tmp_path: Path, cache:
 
 
 def wanted_evaluations(*names: str) -> list[WantedEvaluation]:
-    content = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
-    config = EvaluationConfig.model_validate(content)
-    rules = (CheckpointRule(which="all"),)
-    return [WantedEvaluation((name,), 0, rules, config, f"hash-{name}", None) for name in names]
+    return [wanted_evaluation(name) for name in names]
 
 
 def policy(tmp_path: Path) -> Policy:
