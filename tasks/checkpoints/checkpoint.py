@@ -1,17 +1,24 @@
-"""A discovered checkpoint."""
+"""A discovered checkpoint, and the rules that select checkpoints of a run for a policy."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
 
 from pools.weights.model_files import ModelFolder
+from resources.config import Config
 
 Kind = Literal["huggingface", "levanter", "dcp", "megatron"]
 """Layouts of checkpoints: Hugging Face's, which alone engines serve, Levanter's own, and those of other trainers."""
 SERVED: tuple[Kind, ...] = ("huggingface",)
 LOADED_NATIVELY: tuple[Kind, ...] = ("huggingface", "levanter")
 """Kinds that engines serve, and kinds that the native evaluation loads."""
+Inputs = tuple[int, ...]
+"""A checkpoint of a run as the steps of its inputs: 1 step for a trained checkpoint, several if it is merged."""
 
 
 @dataclass(frozen=True)
@@ -31,3 +38,125 @@ class Checkpoint:
     @property
     def complete(self) -> bool:
         return not self.problems
+
+
+class CheckpointRule(Config):
+    """A rule that selects checkpoints; `latest` alone, in YAML, means `{which: latest}`."""
+
+    which: Literal["all", "latest", "first", "final"] | None = None
+    """Every checkpoint, the checkpoint with the highest or lowest step, or the checkpoint of final_step."""
+    every_n_steps: int | None = Field(default=None, ge=1)
+    """The first step at or past each multiple of this number; unlike in a selection, the last step is not added."""
+    steps: tuple[int, ...] = ()
+    """These steps, also before they are written."""
+    merged: str | None = Field(default=None, pattern=r"^last ([2-9]|[1-9][0-9]+)$")
+    """`last 5` replaces each selected checkpoint by the mean of its weights and those of the four checkpoints before
+    it, once all five are complete; with fewer checkpoints there is no mean."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_word(cls, values: Any) -> Any:
+        return {"which": values} if isinstance(values, str) else values
+
+    @model_validator(mode="after")
+    def _has_single_choice(self) -> CheckpointRule:
+        given = [name for name in ("which", "every_n_steps", "steps") if getattr(self, name)]
+        if len(given) != 1:
+            names = " and ".join(given) or "none"
+            raise ValueError(f"expected one of which, every_n_steps and steps, found {names}: write several rules")
+        if self.merged is not None and self.which == "first":
+            raise ValueError(f"expected checkpoints with earlier checkpoints for merged: {self.merged}, found first")
+        return self
+
+    @property
+    def merges(self) -> int | None:
+        """Number of checkpoints that are averaged into each; None if checkpoints are taken as they are."""
+        return None if self.merged is None else int(self.merged.removeprefix("last "))
+
+
+def first_at_multiples(steps: Iterable[int], number: int) -> set[int]:
+    """Returns the first of some steps at or past each multiple of a number."""
+    in_order = sorted(steps)
+    return {step for before, step in zip([0, *in_order], in_order, strict=False) if _passes(number, before, step)}
+
+
+def _passes(number: int, before: int, step: int) -> bool:
+    return step % number == 0 or step // number > before // number
+
+
+def eligible(
+    rules: Sequence[CheckpointRule],
+    complete: Sequence[int],
+    *,
+    listed: Sequence[int] = (),
+    past: Iterable[int] = (),
+    final_step: int | None,
+) -> set[Inputs]:
+    """Returns the checkpoints that any rule selects; inputs of merged checkpoints may be incomplete.
+
+    Args:
+        complete: steps with a complete checkpoint.
+        listed: steps with a checkpoint, complete or not; used for merged checkpoints only.
+        past: steps that have a record but no checkpoint any more; they count as the first past their multiple.
+        final_step: last training step, if known.
+    """
+    taken: set[Inputs] = {(step,) for step in _steps(_plain(rules), complete, past, final_step=final_step)}
+    in_order = sorted({*listed, *complete})
+    newest = [max(complete)] if complete else []
+    for rule in rules:
+        if (number := rule.merges) is not None:
+            ends = _steps([rule], complete, past, final_step=final_step)
+            ends |= {step for step in in_order if _might_be_taken([rule], step, newest, final_step=final_step)}
+            ends |= first_at_multiples({*in_order, *past}, rule.every_n_steps) if rule.every_n_steps else set()
+            windows = (in_order[: bisect_right(in_order, end)][-number:] for end in ends if end in in_order)
+            taken.update(tuple(window) for window in windows if len(window) == number)
+    return taken
+
+
+def might_be_eligible(
+    rules: Sequence[CheckpointRule], step: int, complete: Sequence[int], *, final_step: int | None
+) -> bool:
+    """Returns True if an incomplete checkpoint will be selected; `complete`: sorted steps that are or were complete."""
+    plain = _plain(rules)
+    below = complete[: bisect_left(complete, step)][-1:] or [0]
+    passes = any(_passes(rule.every_n_steps, below[0], step) for rule in plain if rule.every_n_steps)
+    return passes or _might_be_taken(plain, step, complete[-1:], final_step=final_step)
+
+
+def _plain(rules: Sequence[CheckpointRule]) -> list[CheckpointRule]:
+    return [rule for rule in rules if rule.merged is None]
+
+
+def _steps(
+    rules: Sequence[CheckpointRule], complete: Sequence[int], past: Iterable[int], *, final_step: int | None
+) -> set[int]:
+    taken: set[int] = set()
+    for rule in rules:
+        match rule.which:
+            case "all":
+                return set(complete)
+            case "latest" if complete:
+                taken.add(max(complete))
+            case "first" if complete:
+                taken.add(min(complete))
+        if rule.every_n_steps is not None:
+            taken |= first_at_multiples({*complete, *past}, rule.every_n_steps) & set(complete)
+        taken.update(step for step in complete if _by_number(rule, step, final_step=final_step))
+    return taken
+
+
+def _might_be_taken(
+    rules: Sequence[CheckpointRule], step: int, complete: Sequence[int], *, final_step: int | None
+) -> bool:
+    newest = not complete or step > max(complete)
+    return any(
+        rule.which == "all"
+        or (rule.which == "latest" and newest)
+        or (rule.which == "first" and not complete)
+        or _by_number(rule, step, final_step=final_step)
+        for rule in rules
+    )
+
+
+def _by_number(rule: CheckpointRule, step: int, *, final_step: int | None) -> bool:
+    return step in rule.steps or (rule.which == "final" and step == final_step)

@@ -15,10 +15,9 @@ from resources.errors import BadInput, not_there
 from resources.storage import storage
 from resources.storage.listings import FileInfo
 from resources.storage.mlflow_artifacts import pinned
-from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Kind
+from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Kind, first_at_multiples
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
-from tasks.checkpoints.rules import first_at_multiples
 from tasks.errors import NoCheckpoints
 from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from pools.weights.merges import Merge
-from tasks.checkpoints.checkpoint import SERVED
-from tasks.checkpoints.rules import Inputs
+from tasks.checkpoints.checkpoint import SERVED, Inputs
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, listing_of_inputs
 from tasks.records.index import Evaluated, RunRecords
 from tasks.spec.names import name_of

@@ -35,10 +35,9 @@ from resources.storage.listings import PAGE, FileInfo
 from resources.storage.mlflow_artifacts import in_mlflow, real_location
 from resources.storage.regular_files import read_cached
 from resources.storage.tree_signature import list_tree
-from tasks.checkpoints.checkpoint import Checkpoint, Kind
+from tasks.checkpoints.checkpoint import Checkpoint, Inputs, Kind
 from tasks.checkpoints.discovery import layouts_in, not_exported
 from tasks.checkpoints.frameworks import is_about_marks
-from tasks.checkpoints.rules import Inputs
 from tasks.spec.evaluation import digest_of
 from tasks.spec.names import name_of
 

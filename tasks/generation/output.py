@@ -157,9 +157,7 @@ class AnswerFolder:
         # Checked first for stores that would overwrite it.
         if self.is_written(number) or not storage.create_bytes(self.part(number), content):
             return self.summary(number)
-        summary = ShardSummary.of(number, (asdict(row) for row in rows), content)
-        storage.write_bytes(self._summary(number), orjson.dumps(asdict(summary)))
-        return summary
+        return self._summarized(number, map(asdict, rows), content)
 
     def is_written(self, number: int) -> bool:
         return storage.exists(self.part(number))
@@ -175,9 +173,12 @@ class AnswerFolder:
             return ShardSummary(**orjson.loads(storage.read_bytes(self._summary(number))))
         except (FileNotFoundError, ValueError, TypeError):
             content = storage.read_bytes(self.part(number))
-            summary = ShardSummary.of(number, decoded(content, self.form), content)
-            storage.write_bytes(self._summary(number), orjson.dumps(asdict(summary)))
-            return summary
+            return self._summarized(number, decoded(content, self.form), content)
+
+    def _summarized(self, number: int, rows: Iterable[Mapping[str, Any]], content: bytes) -> ShardSummary:
+        summary = ShardSummary.of(number, rows, content)
+        storage.write_bytes(self._summary(number), orjson.dumps(asdict(summary)))
+        return summary
 
     def summaries(self, numbers: Sequence[int]) -> list[ShardSummary]:
         with ThreadPoolExecutor(_READERS) as threads:

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 from prefect.client.schemas.objects import StateType
@@ -20,8 +20,7 @@ from resources.errors import AssayError, BadInput
 from resources.jobs.jobs import Client
 from tasks.checkpoints.run_snapshot import expand_runs
 from tasks.policies.dispatch import read_dispatches
-from tasks.policies.overrides import write_override
-from tasks.policies.policy import Policy
+from tasks.policies.policy import Policy, write_override
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, reconcile
 from tasks.policies.snapshot import run_folder, take_snapshot
 from tasks.prefect_server.client import prefect_client, server_address
@@ -68,8 +67,7 @@ def retry(
     if cells is None and not failed:
         for run in {cell.run for cell in meant if cell.state == "stopped"}:
             write_override(run_folder(policy, run), "retry", None, policy=policy.name)
-    for run, keys in _by_run(meant).items():
-        write_override(run_folder(policy, run), "retry", keys, policy=policy.name)
+    _override(policy, "retry", meant)
     return meant
 
 
@@ -82,8 +80,7 @@ def cancel(
         for listing in listings:
             write_override(run_folder(policy, listing.name), "stop", None, policy=policy.name)
     else:
-        for run, keys in _by_run(cells).items():
-            write_override(run_folder(policy, run), "stop", keys, policy=policy.name)
+        _override(policy, "stop", cells)
     meant = {(cell.run, *cell.key) for cell in cells or ()}
     ended: list[SeenClaim] = []
     for listing in listings:
@@ -123,11 +120,14 @@ def _cancel_flow_runs(policy: Policy, ids: Sequence[str]) -> list[str]:
     return cancelled
 
 
-def _by_run(cells: Sequence[OpenCell]) -> dict[str, list[tuple[str, str]]]:
+def _override(
+    policy: Policy, kind: Literal["retry", "stop"], cells: Sequence[OpenCell], *, flow_run: str | None = None
+) -> None:
     keys: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for cell in cells:
         keys[cell.run].append(cell.key)
-    return keys
+    for run, of_run in keys.items():
+        write_override(run_folder(policy, run), kind, of_run, policy=policy.name, flow_run=flow_run)
 
 
 def _claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
@@ -195,15 +195,15 @@ def stop_unfinished(policy: Policy, cells: Sequence[OpenCell] = (), *, flow_run_
     taken = {(cell.run, *cell.key) for cell in cells}
     begun = {key for listing in listings for key in _begun(listing, policy, flow_run_id)}
     reconciliation = reconcile(listings, policy, now=time.time())
-    by_run: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for cell in reconciliation.every:
+
+    def is_left(cell: OpenCell) -> bool:
         key = (cell.run, *cell.key)
         ours = key in begun or (key in taken and cell.state != "claimed")
-        if ours and cell.state not in ("failed", "stopped", "decided_early"):
-            by_run[cell.run].append(cell.key)
-    for run, keys in by_run.items():
-        write_override(run_folder(policy, run), "stop", keys, policy=policy.name, flow_run=name)
-    return sum(map(len, by_run.values()))
+        return ours and cell.state not in ("failed", "stopped", "decided_early")
+
+    left = list(filter(is_left, reconciliation.every))
+    _override(policy, "stop", left, flow_run=name)
+    return len(left)
 
 
 def _begun(listing: RunListing, policy: Policy, flow_run_id: str) -> Iterator[tuple[str, str, str]]:

@@ -30,7 +30,7 @@ from tasks.policies.reconciliation import ON_ITS_WAY, RunListing, State, reconci
 from tasks.policies.snapshot import run_folder, take_snapshot
 from tasks.prefect_server.progress import Judged, report, report_event
 from tasks.records.details import CheckpointReference
-from tasks.records.index import Evaluated, RunRecords
+from tasks.records.index import Evaluated
 from tasks.records.record import FoundRecord, find_records, now
 from tasks.records.usage import IndexedRecord
 from tasks.records.verdicts import EarlyVerdict, Reason, Verdict
@@ -162,13 +162,6 @@ def _not_judged(
     return fresh
 
 
-def _state(listing: RunListing, checkpoint: SeenCheckpoint, evaluations: Sequence[WantedEvaluation]) -> str:
-    words = [(each.hash, listing.early.word(checkpoint, each)) for each in evaluations] if listing.early else []
-    return _state_of(
-        checkpoint, evaluations, listing.records, [f"{key} {checkpoint.listing} {word}" for key, word in words if word]
-    )
-
-
 def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedCheckpoint]:
     """Returns the requested checkpoints of a run that a gate judges, with the current records of their cells."""
     evaluations = _wanted_of(policy, listing)
@@ -260,13 +253,11 @@ def _known_digests(
     return {item.digest for item in recorded if item.listing == checkpoint.listing}
 
 
-def _state_of(
-    checkpoint: SeenCheckpoint, evaluations: Iterable[WantedEvaluation], records: RunRecords, early: Iterable[str] = ()
-) -> str:
+def _state(listing: RunListing, checkpoint: SeenCheckpoint, evaluations: Sequence[WantedEvaluation]) -> str:
     # Records that are not requested change it too: see `_KeptVerdicts.same_records`.
     hashes = {hash_ for evaluation in evaluations for hash_ in (evaluation.hash, evaluation.native_hash) if hash_}
-    states = records.done.get(checkpoint.name, ())
-    failures = [record for record in records.others if record.checkpoint == checkpoint.name]
+    states = listing.records.done.get(checkpoint.name, ())
+    failures = [record for record in listing.records.others if record.checkpoint == checkpoint.name]
     digests = _known_digests(checkpoint, (*states, *failures))
     done = [(s.digest, s.newest, sorted(s.hashes & hashes)) for s in states if s.digest in digests]
     others = [
@@ -274,6 +265,8 @@ def _state_of(
         for record in failures
         if record.evaluation_hash in hashes and record.digest in digests
     ]
+    words = [(each.hash, listing.early.word(checkpoint, each)) for each in evaluations] if listing.early else []
+    early = [f"{hash_} {checkpoint.listing} {word}" for hash_, word in words if word]
     return digest_of([sorted(hashes), sorted(done), sorted(others), sorted(early)])
 
 

@@ -1,16 +1,26 @@
-"""Policies: which checkpoints of which runs to evaluate with which suites, as a file that can be reviewed."""
+"""Policies: which checkpoints of which runs to evaluate with which suites, as a file that can be reviewed.
+
+Users override cells of a policy, to retry or to stop them, by small files next to the records, which stay.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from pools.config import check_name, is_address
 from resources.config import Config
-from tasks.checkpoints.rules import CheckpointRule
+from resources.process_marks import acting_user
+from resources.storage import storage
+from tasks.checkpoints.checkpoint import CheckpointRule
 from tasks.running.cells import as_served
+from tasks.running.claims.files import CLOCKS_DIFFER_SECONDS, Timestamp
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import SERVING_WAYS, EvaluationConfig, Serving
 from tasks.spec.loading import load_config
@@ -18,6 +28,8 @@ from tasks.spec.names import check_deployed_paths, name_of
 from tasks.spec.sinks import Sinks
 from tasks.spec.suites import SuiteChoice, SuiteName, SuiteRequest, load_suite
 from tasks.verdicts.gate import Gate
+
+_FOLDER = "marks"  # the name in existing stores, since the first version
 
 
 class RetryBudget(Config):
@@ -199,3 +211,67 @@ def check_policy_paths(policy: Policy) -> None:
     paths += [suite.suite for suite in policy.suites if suite.suite.endswith((".yaml", ".yml", ".json"))]
     paths += [policy.gate] if isinstance(policy.gate, str) else []
     check_deployed_paths(paths)
+
+
+class Override(Config):
+    """A user's request about some cells of a run, or about all cells of a policy in it."""
+
+    kind: Literal["retry", "stop"]
+    """`retry` permits another try after any failure; `stop` blocks tries until the next `retry`."""
+    policy: str
+    """Name of the policy that was used."""
+    cells: tuple[tuple[str, str], ...] | None
+    """Checkpoint names with evaluation hashes; all cells of the policy, later cells included, when unset."""
+    at: Timestamp
+    """Time in seconds since the epoch; at most the store's modification time."""
+    user: str
+    """The user."""
+    flow_run: str | None = None
+    """Name of the cancelled flow run, if a cancellation caused it."""
+
+    @property
+    def by(self) -> str:
+        return f"with the flow run {self.flow_run}" if self.flow_run else f"by {self.user}"
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """The newest override of each cell, and of each policy as a whole."""
+
+    by_cell: Mapping[tuple[str, str], Override] = field(default_factory=dict)
+    by_policy: Mapping[str, Override] = field(default_factory=dict)
+
+    def newest(self, checkpoint: str, evaluation_hash: str, *, policy: str) -> Override | None:
+        """Returns the newest override that applies to a cell."""
+        overrides = (self.by_cell.get((checkpoint, evaluation_hash)), self.by_policy.get(policy))
+        return max(filter(None, overrides), key=lambda override: override.at, default=None)
+
+
+def read_overrides(run_folder: str) -> Overrides:
+    """Reads the overrides of a run's cells."""
+    overrides: list[Override] = []
+    for file in filter(lambda file: file.regular, storage.list_files(storage.join(run_folder, _FOLDER))):
+        with suppress(FileNotFoundError, ValidationError):
+            override = Override.model_validate_json(storage.read_bytes(file.uri))
+            latest = file.modified or time.time()  # bounded by the store's clock, since the writer's may be wrong
+            ahead = override.at > latest + CLOCKS_DIFFER_SECONDS
+            overrides.append(override.model_copy(update={"at": latest}) if ahead else override)
+    overrides.sort(key=lambda override: override.at)
+    by_cell = {cell: override for override in overrides for cell in override.cells or ()}
+    return Overrides(by_cell, {override.policy: override for override in overrides if override.cells is None})
+
+
+def write_override(
+    run_folder: str,
+    kind: Literal["retry", "stop"],
+    cells: Sequence[tuple[str, str]] | None,
+    *,
+    policy: str,
+    flow_run: str | None = None,
+) -> Override:
+    """Writes an override of cells, given as (checkpoint name, evaluation hash), or of a whole policy when None."""
+    listed = tuple(cells) if cells is not None else None
+    override = Override(kind=kind, policy=policy, cells=listed, at=time.time(), user=acting_user(), flow_run=flow_run)
+    uri = storage.join(run_folder, _FOLDER, f"{int(override.at)}-{secrets.token_hex(4)}.json")
+    storage.write_bytes(uri, override.model_dump_json(indent=2).encode())
+    return override

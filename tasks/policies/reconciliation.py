@@ -9,13 +9,11 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Literal
 
-from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED
+from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, CheckpointRule, Inputs, eligible, might_be_eligible
 from tasks.checkpoints.merged_listing import past_means, past_steps
-from tasks.checkpoints.rules import CheckpointRule, Inputs, eligible, might_be_eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.policies.early import NOT_WORSE, EarlyDecisions
-from tasks.policies.overrides import Overrides
-from tasks.policies.policy import Policy, RetryBudget, WantedEvaluation
+from tasks.policies.policy import Overrides, Policy, RetryBudget, WantedEvaluation
 from tasks.records.index import Evaluated, RunRecords
 from tasks.records.usage import IndexedRecord
 from tasks.running.claims.files import CLOCKS_DIFFER_SECONDS, SeenClaim

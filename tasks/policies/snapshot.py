@@ -16,8 +16,7 @@ from tasks.checkpoints.merged_listing import with_means
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, snapshot_run, with_digests
 from tasks.policies.batches import Batch
 from tasks.policies.early import early_decisions
-from tasks.policies.overrides import read_overrides
-from tasks.policies.policy import Policy, WantedEvaluation, wanted_evaluations
+from tasks.policies.policy import Policy, WantedEvaluation, read_overrides, wanted_evaluations
 from tasks.policies.reconciliation import OpenCell, RunListing
 from tasks.records.cost import Predicted, Spent
 from tasks.records.index import indexed_records

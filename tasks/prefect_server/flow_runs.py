@@ -136,7 +136,9 @@ def marked(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
     """Tags the current flow run, and shows the share of finished cells in it; does nothing outside of a flow run. Task
     runs get no tags: Prefect requests each tag of a task from the server before the task may start, so an unreachable
     server would end the evaluation. An unreachable server costs only the tags and the progress, and delays no cell."""
-    with marked_as(configs[0].run_name, tags=_tags_of(configs)):
+    tags = [f"run={configs[0].run_name}", *(f"evaluator={config.evaluator.title}" for config in configs)]
+    tags += [tag for config in configs for tag in config.wandb_tags]
+    with marked_as(configs[0].run_name, tags=tags):
         yield
 
 
@@ -154,13 +156,6 @@ def marked_as(run: str, *, tags: Sequence[str]) -> Iterator[None]:
             yield
     finally:
         bar.close()
-
-
-def _tags_of(configs: Sequence[EvaluationConfig]) -> list[str]:
-    tags = [f"run={configs[0].run_name}"]
-    tags += [f"evaluator={config.evaluator.title}" for config in configs]
-    tags += [tag for config in configs for tag in config.wandb_tags]
-    return list(dict.fromkeys(tags))
 
 
 def _tag(flow_run: FlowRun, more: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from functools import cached_property, update_wrapper
+from importlib import import_module
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -52,20 +53,16 @@ def in_flow_run() -> bool:
 
 def flow_run_id() -> str | None:
     """Returns the id of the current flow run, if any."""
-    if "prefect" not in sys.modules:
-        return None
-    from prefect.runtime import flow_run
-
-    return flow_run.id
+    return _runtime_id("flow_run")
 
 
 def deployment_id() -> str | None:
     """Returns the id of the current flow run's deployment, if any."""
-    if "prefect" not in sys.modules:
-        return None
-    from prefect.runtime import deployment
+    return _runtime_id("deployment")
 
-    return deployment.id
+
+def _runtime_id(name: str) -> str | None:
+    return import_module(f"prefect.runtime.{name}").id if "prefect" in sys.modules else None
 
 
 def run_logger() -> Logger | LoggerAdapter[Any] | None:

@@ -14,8 +14,8 @@ from resources.errors import BackendUnavailable, CheckpointError, StorageError
 from resources.jobs.jobs import JobDetails, JobHandle
 from resources.storage import storage
 from resources.storage.storage import FileInfo
+from tasks.checkpoints.checkpoint import first_at_multiples
 from tasks.checkpoints.discovery import Checkpoint, checkpoint_at
-from tasks.checkpoints.rules import first_at_multiples
 from tasks.prefect_server.progress import Event, report, report_event
 from tasks.running.cells import Cell, plan_cells
 from tasks.running.claimed_cells import ClaimedCells

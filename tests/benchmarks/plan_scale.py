@@ -41,8 +41,8 @@ from fakes.records import make_record
 from pools.weights.model_files import digest_model_folder
 from resources.settings import settings
 from resources.storage import storage
+from tasks.checkpoints.checkpoint import CheckpointRule
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import snapshot_run
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import Reconciliation, reconcile

@@ -11,7 +11,7 @@ import yaml
 from fakes.records import make_record, renamed
 from flows.reconcile import load_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
-from tasks.checkpoints.rules import CheckpointRule
+from tasks.checkpoints.checkpoint import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.policies.policy import WantedEvaluation
 from tasks.policies.snapshot import take_snapshot
@@ -27,13 +27,18 @@ def seen_checkpoint(step: int, *, run: str = "/runs/run", **changes: Any) -> See
 
 
 def wanted_evaluation(
-    name: str = "a", *rules: CheckpointRule, priority: int = 0, native: bool = False, benchmark: str = "demo_facts"
+    name: str = "a",
+    *rules: CheckpointRule,
+    hash_: str | None = None,
+    priority: int = 0,
+    native: bool = False,
+    **serving: Any,
 ) -> WantedEvaluation:
     """Returns an evaluation with the hash `hash-<name>`, by default of every checkpoint."""
-    content: dict[str, Any] = {"model_path": "/runs/run", "evals": [{"name": benchmark}]}
-    content |= {"evaluator": "levanter_lm_evaluation_harness"} if native else {"base_url": NOWHERE}
-    config = EvaluationConfig.model_validate(content)
-    return WantedEvaluation((name,), priority, rules or (CheckpointRule(which="all"),), config, f"hash-{name}", None)
+    own = {"evaluator": "levanter_lm_evaluation_harness"} if native else serving or {"base_url": NOWHERE}
+    config = EvaluationConfig.model_validate({"model_path": "/runs/run", "evals": [{"name": "demo_facts"}], **own})
+    chosen = rules or (CheckpointRule(which="all"),)
+    return WantedEvaluation((name,), priority, chosen, config, hash_ or f"hash-{name}", None)
 
 
 def write_suite(folder: Path, name: str, *benchmarks: str, **evaluation: Any) -> str:

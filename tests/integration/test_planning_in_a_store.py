@@ -12,16 +12,15 @@ import gcsfs
 import pytest
 
 from fakes.gcs import FakeGcs, fake_gcs
+from fakes.policies import wanted_evaluation
 from fakes.records import cell_of, make_record, renamed
 from resources.settings import settings
 from resources.storage import storage
 from resources.storage.listings import bucket_objects
-from tasks.checkpoints.rules import CheckpointRule
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import Reconciliation, reconcile
 from tasks.policies.snapshot import take_snapshot
 from tasks.records.record import write_record
-from tasks.spec.evaluation import EvaluationConfig
 
 CHECKPOINTS = 300
 FILES = 4
@@ -82,9 +81,7 @@ def put_records(steps: range) -> None:
 
 
 def evaluations_of(_: Policy, run: str) -> list[WantedEvaluation]:
-    content = {"model_path": run, "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
-    config = EvaluationConfig.model_validate(content)
-    return [WantedEvaluation(("facts",), 0, (CheckpointRule(which="all"),), config, "hash", None)]
+    return [wanted_evaluation("facts", hash_="hash")]
 
 
 def planned(store: FakeGcs) -> tuple[Reconciliation, int]:

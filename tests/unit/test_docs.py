@@ -38,7 +38,7 @@ from resources.regions.region_table import EgressPrice, Price, Prices, RayCluste
 from resources.regions.regions import load_regions
 from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
-from tasks.checkpoints.rules import CheckpointRule
+from tasks.checkpoints.checkpoint import CheckpointRule
 from tasks.eval_jobs.job_file import (
     ComputeConfig,
     HelmRun,

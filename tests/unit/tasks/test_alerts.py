@@ -22,7 +22,7 @@ from fakes.records import FIRST, publish
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.errors import PrefectUnavailable
-from tasks.policies.overrides import read_overrides
+from tasks.policies.policy import read_overrides
 from tasks.prefect_server.progress import RaisedAlert, Update, listening
 from tasks.records.index import indexed_records
 from tasks.records.record import find_records, now

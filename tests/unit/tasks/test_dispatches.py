@@ -1,28 +1,37 @@
-"""Effects of flow runs at work pools: cells that wait for a run, cells that are sent again, and their work pools."""
+"""Flow runs at work pools: cells that wait for a run or are sent again; and cleanup after flow runs."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from pydantic import ValidationError
 
+from fakes.policies import seen_checkpoint, wanted_evaluation
 from fakes.records import make_record
+from pools.jobs import labelled
+from resources.backends.local.client import LocalClient
+from resources.config import ResourceConfig
+from resources.jobs.jobs import Command, JobHandle, JobRequest, create_environment
 from resources.regions.region_table import Regions
 from resources.regions.work_pools import Source, WorkPoolState
-from tasks.checkpoints.rules import CheckpointRule
-from tasks.checkpoints.run_snapshot import SeenCheckpoint
+from tasks.errors import ClaimLost
+from tasks.policies.actions import end_claims, end_jobs
 from tasks.policies.batches import batches_of, placed
 from tasks.policies.dispatch import MOVED, Dispatch, Dispatches, name_of_cell, with_dispatches
-from tasks.policies.overrides import Override, Overrides
-from tasks.policies.policy import Policy, WantedEvaluation
+from tasks.policies.policy import Override, Overrides, Policy
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.policies.snapshot import Estimates
 from tasks.records.index import RunRecords
 from tasks.records.usage import IndexedRecord, usage_of
-from tasks.spec.evaluation import EvaluationConfig
+from tasks.running.claims.files import Subject, claims_folder
+from tasks.running.claims.leases import Claims
+from tasks.spec.names import job_label
 
 NOW = 1_000_000.0
 POLICY = Policy.model_validate(
@@ -61,11 +70,8 @@ REGIONS = Regions.model_validate(
 
 
 def cell(step: int = 1, name: str = "a", *, listing: str = "listing", **serving: Any) -> OpenCell:
-    content = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}]}
-    config = EvaluationConfig.model_validate(content | (serving or {"base_url": "http://127.0.0.1:9/v1"}))
-    evaluation = WantedEvaluation((name,), 0, (CheckpointRule(which="all"),), config, f"hash-{name}", None)
-    seen = SeenCheckpoint(f"/runs/run/hf/step-{step}", f"run-{step}", step, "huggingface", listing, ())
-    return OpenCell("run", seen, evaluation, "work")
+    evaluation = wanted_evaluation(name, **serving)
+    return OpenCell("run", seen_checkpoint(step, listing=listing), evaluation, "work")
 
 
 def flow_run(*cells: OpenCell, ended: float | None = None, state: str = "Crashed", sent: float = NOW - 900) -> Dispatch:
@@ -161,3 +167,71 @@ def test_policy_that_is_sent_away_cannot_name_a_pool_of_this_machine():
     sent = Policy.model_validate(POLICY.model_dump() | {"pool_name": "https://pool.test", "pool_key_block": "warm"})
     [evaluation] = {(suite.served(sent)["pool_name"], suite.served(sent)["pool_key_block"]) for suite in sent.suites}
     assert evaluation == ("https://pool.test", "warm")
+
+
+RUN, OTHER = "0a1b2c3d-0000-4000-8000-000000000001", "9a1b2c3d-0000-4000-8000-000000000002"
+
+
+class Cluster(LocalClient):
+    """Fake of a cluster with jobs that outlive their submitter."""
+
+    @property
+    def url(self) -> str:
+        return "cluster://somewhere"
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    client = Cluster(tmp_path / "jobs", grace_seconds=1.0)
+    yield client
+    client.shutdown()
+
+
+def start(client: LocalClient, name: str, folder: Path) -> JobHandle:
+    command = Command(sys.executable, ("-c", "import time; time.sleep(600)"))
+    environment = create_environment(workspace=folder)
+    return client.submit(JobRequest(name, command, resources=ResourceConfig(), environment=environment))
+
+
+def test_jobs_of_a_flow_run_are_ended_by_their_names_and_others_go_on(cluster: Cluster, tmp_path: Path):
+    left = start(cluster, labelled("proxy", job_label(RUN), "abc"), tmp_path)
+    others = [start(cluster, labelled("proxy", label, "abd"), tmp_path) for label in (job_label(OTHER), None)]
+    assert end_jobs(cluster, flow_run=RUN) == 1
+    assert left.status().finished
+    assert not any(job.status().finished for job in others)
+    assert end_jobs(LocalClient(tmp_path / "jobs"), flow_run=OTHER) == 0  # ends with its parent
+
+
+@pytest.mark.parametrize("key", ["policy", "config", "request", "training"])
+def test_claims_of_a_flow_run_end_and_other_claims_hold(tmp_path: Path, key: str):
+    (tmp_path / "run").mkdir()
+    parameters = {key: {"model_path": str(tmp_path / "run"), "evaluation_path": str(tmp_path / "out")}}
+    if key == "policy":
+        asked = {"name": "p", "runs": [str(tmp_path / "r*")], "suites": ["key_evals"], "base_url": "http://x/v1"}
+        parameters = {key: {**asked, "evaluation_path": str(tmp_path / "out")}}
+    if key == "training":
+        request = {"evaluation_path": str(tmp_path / "out")}
+        training = {"train_config": {}, "output_path": str(tmp_path / "run")}
+        parameters = {"config": {"training": training, "suite": "key_evals", "request": request}}
+    folder = claims_folder(str(tmp_path / "out"), "run")
+    mine, others = (Subject(key=f"step-{n}.c", checkpoint=f"run-{n}", evaluation_hash="h") for n in (1, 2))
+    with (
+        Claims(folder, flow_run=RUN, in_background=False) as dead,
+        Claims(folder, flow_run=OTHER, in_background=False) as alive,
+    ):
+        assert dead.acquire([mine]).ours and alive.acquire([others]).ours
+        assert end_claims(parameters, flow_run=RUN) == 1
+        with pytest.raises(ClaimLost):
+            dead.prove(mine.key)
+        alive.prove(others.key)
+        assert end_claims(parameters, flow_run=RUN) == 0
+        assert alive.acquire([mine]).ours == {mine.key}
+
+
+def test_parameters_of_another_flow_leave_nothing_to_end(tmp_path: Path):
+    assert end_claims({"policy": {"name": "no policy"}}, flow_run=RUN) == 0
+    assert end_claims({"config": {"training": {}}}, flow_run=RUN) == 0

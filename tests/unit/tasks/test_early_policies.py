@@ -19,7 +19,7 @@ from fakes.policies import record_for, seen_checkpoint, wanted_evaluation, write
 from fakes.records import make_metric, make_record, make_samples, publish
 from flows.reconcile import load_policy, reconcile_policy
 from resources.errors import BadInput
-from tasks.checkpoints.rules import CheckpointRule
+from tasks.checkpoints.checkpoint import CheckpointRule
 from tasks.policies.early import EarlyDecisions, EarlyKey
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import Reconciliation, RunListing, reconcile

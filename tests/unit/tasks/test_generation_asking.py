@@ -1,4 +1,4 @@
-"""Bulk requests: every prompt and sample has a row despite errors, and slots are never exceeded."""
+"""Shards of a generation: their queue, and requests that give every prompt and sample a row despite errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pools.endpoint import RunningModel
 from resources.errors import EndpointUnusable
 from tasks.generation.config import PromptsConfig, SamplingConfig
 from tasks.generation.output import AnswerRow
-from tasks.generation.queue import ShardProgress
+from tasks.generation.queue import PromptSource, Shard, ShardProgress, ShardQueue
 from tasks.generation.worker import Asker, SharedColumns, client_of
 
 ORIGIN = SharedColumns("m", "digest", "warm", "hash")
@@ -136,3 +136,51 @@ async def test_next_shard_begins_while_last_answers_of_a_shard_are_awaited() -> 
 def test_sampling_that_cannot_be_meant_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SamplingConfig.model_validate(fields)
+
+
+SHARDS = [Shard(number, PromptSource("a.jsonl", "jsonl"), number * 2, 2, number * 2) for number in range(3)]
+
+
+def test_restarted_worker_gives_back_its_shards_and_late_words_are_ignored() -> None:
+    queue = ShardQueue(SHARDS, max_deliveries=10)
+    queue.begin("a")
+    lost = queue.lend("a")
+    assert lost is not None and lost.item == SHARDS[0]
+    queue.advance("a", {lost.lease_id: ShardProgress(1, 10, 0)})
+    assert (queue.state().progress.rows, queue.state().leased) == (1, 1)
+    queue.begin("a")
+    assert (queue.state().progress.rows, queue.state().leased, queue.state().waiting) == (0, 0, 3)
+    assert queue.advance("a", {lost.lease_id: ShardProgress(2, 20, 0)}) == [lost.lease_id]
+    assert queue.state().progress.rows == 0
+
+
+def test_written_shards_are_counted_once_for_any_finisher() -> None:
+    queue = ShardQueue(SHARDS[:1], max_deliveries=10)
+    first = queue.lend("a")
+    assert first is not None
+    queue.begin("a")
+    second = queue.lend("b")
+    assert second is not None and second.item == SHARDS[0]
+    queue.finish("a", first, ShardProgress(2, 20, 1, "400: no"))
+    assert queue.state().progress.rows == 0
+    queue.finish("b", second, ShardProgress(2, 20, 1, "400: no"))
+    state = queue.state()
+    assert (state.progress, state.done) == (ShardProgress(2, 20, 1, "400: no"), 1)
+    assert state.left == 0 and queue.lend("b") is None
+
+
+def test_unfinishable_shard_is_set_aside_with_the_last_reason() -> None:
+    queue = ShardQueue(SHARDS[:1], max_deliveries=2)
+    for _ in range(2):
+        lease = queue.lend("a")
+        assert lease is not None
+        queue.give_back("a", lease, "the store is gone")
+    assert queue.state().dead == ("shard 0: the store is gone",) and queue.state().left == 0
+
+
+def test_shard_with_deleted_prompts_is_not_tried_again() -> None:
+    queue = ShardQueue(SHARDS[:1], max_deliveries=10)
+    lease = queue.lend("a")
+    assert lease is not None
+    queue.give_back("a", lease, "0 rows from row 0 on", hopeless=True)
+    assert queue.state().dead == ("shard 0: 0 rows from row 0 on",) and queue.lend("a") is None

@@ -13,7 +13,7 @@ import pytest
 
 from fakes.cells import make_cell
 from resources.errors import IrregularFile
-from tasks.policies.overrides import read_overrides
+from tasks.policies.policy import read_overrides
 from tasks.records.builds import read_qualifications
 from tasks.records.index import indexed_records
 from tasks.records.record import FoundRecord, find_records, read_record

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from fakes.policies import seen_checkpoint, wanted_evaluation
+from tasks.checkpoints.checkpoint import CheckpointRule, eligible
 from tasks.checkpoints.merged_listing import recorded_mean, with_means
-from tasks.checkpoints.rules import CheckpointRule, eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import Reconciliation, RunListing, State, reconcile

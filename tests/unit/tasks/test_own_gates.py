@@ -1,7 +1,8 @@
-"""A policy's own gate: verdicts of each pass, stored verdicts, and checkpoints left to a later pass."""
+"""Gates of policies: verdicts of each pass, on current records alone, and views of open cells."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,19 +14,27 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from fakes.cli import invoke
 from fakes.gates import judged_in_a_pass
 from fakes.models import write_run
-from fakes.policies import record_for, write_policy, write_suite
-from fakes.records import FIRST, cell_of, make_metric, make_samples
+from fakes.policies import record_for, seen_checkpoint, wanted_evaluation, write_policy, write_suite
+from fakes.records import FIRST, cell_of, make_metric, make_record, make_samples, publish
 from flows.reconcile import load_policy
 from resources.errors import AssayError, BadInput, RecordStatus
+from tasks.checkpoints.checkpoint import CheckpointRule
+from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
-from tasks.policies.policy import check_policy_paths, own_gate
-from tasks.records.index import indexed_records
+from tasks.policies.gate import judged_of
+from tasks.policies.policy import Policy, WantedEvaluation, check_policy_paths, own_gate
+from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
+from tasks.policies.views import gaps_table
+from tasks.records.index import RunRecords, indexed_records
 from tasks.records.record import SinkState, find_records, note_sinks, write_record
 from tasks.records.samples import SAMPLES_NAME, write_samples
+from tasks.verdicts.gate import Gate
+from tasks.verdicts.judge import JudgedCheckpoint
 
 AT_LEAST = {"benchmark": "demo_facts", "metric": "acc", "at_least": 0.5}
 PREVIOUS = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "previous", "by_more_than": 0.2}
@@ -219,3 +228,61 @@ def test_status_for_people_has_a_column_of_verdicts(watched: Watched):
     assert "Gate" in shown.stdout
     [line] = [line for line in shown.stdout.splitlines() if "run-100" in line]
     assert line.split("│")[3].strip() == "GO"
+
+
+LATEST, EVERY = Gate(), Gate(checkpoints="every")
+
+
+def seen(step: int, **changes: Any) -> SeenCheckpoint:
+    return seen_checkpoint(step, run="/r/run-a", **{"listing": "listing", "digest": f"{step:016x}" * 4, **changes})
+
+
+def judged(
+    folder: Path, gate: Gate, checkpoints: list[SeenCheckpoint], evaluations: list[WantedEvaluation]
+) -> list[JudgedCheckpoint]:
+    content = {"name": "p", "runs": ["/r/run-a"], "suites": ["demo"], "evaluation_path": str(folder)}
+    listing = RunListing("/r/run-a", "run-a", evaluations, checkpoints, RunRecords({}, (), {}))
+    return judged_of(gate, Policy.model_validate(content), listing)
+
+
+def recorded(folder: Path, step: int, name: str) -> None:
+    publish(folder, make_record(step=step, metrics=(make_metric(name),), evaluation_hash=f"hash-{name}"))
+
+
+def test_gate_judges_the_latest_wanted_checkpoint_and_counts_its_cells_without_a_record(tmp_path: Path):
+    for step in (100, 200):
+        recorded(tmp_path, step, "facts")
+    recorded(tmp_path, 200, "not_wanted")
+    checkpoints = [seen(100), seen(200), seen(300, problems=("no config.json",)), seen(400, kind="levanter")]
+    [newest] = judged(tmp_path, LATEST, checkpoints, [wanted_evaluation("facts"), wanted_evaluation("backwards")])
+    assert (newest.name, newest.without_record) == ("run-a-200", 1)
+    assert [item.record.benchmarks for item in newest.records] == [("facts",)]
+    every = judged(tmp_path, EVERY, checkpoints, [wanted_evaluation("facts"), wanted_evaluation("backwards")])
+    assert [checkpoint.step for checkpoint in every] == [100, 200]
+    first = wanted_evaluation("facts", CheckpointRule(which="first"))
+    [only] = judged(tmp_path, EVERY, checkpoints, [first])
+    assert (only.name, only.without_record) == ("run-a-100", 0)
+
+
+def test_record_of_a_checkpoint_as_it_was_before_does_not_count(tmp_path: Path):
+    recorded(tmp_path, 100, "facts")
+    [newest] = judged(tmp_path, LATEST, [seen(100, digest="another")], [wanted_evaluation("facts")])
+    assert newest.records == () and newest.without_record == 1
+
+
+def test_gaps_show_a_reason_with_brackets_as_it_is():
+    cell = OpenCell("run", seen(1), wanted_evaluation("facts"), "failed", "no such file: [/data/x], [bold]")
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(gaps_table(Reconciliation({}, [], [cell], 0)))
+    assert "no such file: [/data/x], [bold]" in shown.getvalue()
+
+
+def test_gaps_on_a_narrow_terminal_show_whole_names_and_all_of_the_reason():
+    checkpoint = seen(120000, name="llama-1b-120000")
+    cell = OpenCell(
+        "run", checkpoint, wanted_evaluation("facts"), "waiting", "tokenizer_config_of_the_run.json is missing"
+    )
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(gaps_table(Reconciliation({}, [], [cell], 0)))
+    assert "llama-1b-120000" in shown.getvalue()
+    assert "…" not in shown.getvalue()

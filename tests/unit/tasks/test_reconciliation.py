@@ -32,14 +32,13 @@ from resources.errors import RecordStatus
 from resources.process_marks import ProcessMark
 from resources.settings import variable_set
 from resources.storage import storage
+from tasks.checkpoints.checkpoint import CheckpointRule
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
 from tasks.errors import OverBudget
 from tasks.policies.actions import stop_unfinished
 from tasks.policies.gate import judged_of
-from tasks.policies.overrides import Override, Overrides, write_override
-from tasks.policies.policy import Policy, WantedEvaluation
+from tasks.policies.policy import Override, Overrides, Policy, WantedEvaluation, write_override
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, State, reconcile
 from tasks.policies.snapshot import Estimates, take_snapshot
 from tasks.records.cost import Cost, Spent
