@@ -318,9 +318,8 @@ def _weights(given: Any) -> dict[str, float] | None:
     stages = [stage[1] for stage in given] if isinstance(given, list) else [given] if given else []
     if not stages:
         return None
-    return {
-        name: max(stage.get(name, 0.0) for stage in stages) for name in {name for stage in stages for name in stage}
-    }
+    names = {name for stage in stages for name in stage}
+    return {name: max(stage.get(name, 0.0) for stage in stages) for name in names}
 
 
 def _fields_of(component: Mapping[str, Any]) -> list[str]:

@@ -58,10 +58,8 @@ def plan_json(
 
 
 def _batch(batch: Batch) -> dict[str, Any]:
-    nowhere = {
-        **dict.fromkeys(("work_pool", "region", "job_variables", "egress_usd", "usd_per_hour")),
-        "passed_over": {},
-    }
+    names = ("work_pool", "region", "job_variables", "egress_usd", "usd_per_hour")
+    nowhere = {**dict.fromkeys(names), "passed_over": {}}
     choice = batch.choice.as_dict() if batch.choice else nowhere
     why_not = batch.error.found if batch.error else None
     return {"title": batch.title, "cells": len(batch.cells), **choice, "why_not": why_not}
@@ -72,15 +70,8 @@ def plan_table(policy: Policy, reconciliation: Reconciliation, estimates: Estima
     content = plan_json(policy, reconciliation, estimates)
     total, cells = content["total"], content["cells"]
     ranked = any(cell["priority"] for cell in cells)
-    columns = (
-        *_named("Evaluation", of=reconciliation.work),
-        *(["Priority"] if ranked else []),
-        "Where",
-        "Seconds",
-        "Chip-hours",
-        "USD",
-        "How",
-    )
+    columns = [*_named("Evaluation", of=reconciliation.work), *(["Priority"] if ranked else [])]
+    columns += ["Where", "Seconds", "Chip-hours", "USD", "How"]
     table = Table("", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
     def add(number: str, checkpoint: str, evaluation: str, rank: str, where: str, costs: dict[str, Any]) -> None:
@@ -143,21 +134,14 @@ def _spent_text(spent: dict[str, Any]) -> str:
 
 def _named(*others: str, of: Iterable[OpenCell]) -> list[Column]:
     short = all(len(cell.checkpoint.name) <= _SHORT_NAME for cell in of)
-    return [
-        Column("Checkpoint", no_wrap=short, overflow="fold"),
-        *(Column(heading, overflow="fold") for heading in others),
-    ]
+    first = Column("Checkpoint", no_wrap=short, overflow="fold")
+    return [first, *(Column(heading, overflow="fold") for heading in others)]
 
 
 def gaps_json(policy: Policy, reconciliation: Reconciliation) -> dict[str, Any]:
     """Returns the open cells with their states."""
     cells = [
-        {
-            **_identity(cell),
-            "state": cell.state,
-            "reason": cell.reason,
-            "until": moment(cell.until) if cell.until else None,
-        }
+        {**_identity(cell), "state": cell.state, "reason": cell.reason, "until": _until(cell)}
         for cell in reconciliation.every
     ]
     counts = Counter(cell["state"] for cell in cells)
@@ -181,19 +165,21 @@ def gaps_table(reconciliation: Reconciliation) -> Table:
             if number == _MOST_ROWS:
                 table.add_row(Text(word, style), f"and {len(cells) - number:,} more", "", "", "")
                 break
-            until = moment(cell.until) if cell.until else remedy
+            until = _until(cell) or remedy
             table.add_row(Text(word, style), cell.checkpoint.name, Text(evaluations), Text(cell.reason or ""), until)
     return table
+
+
+def _until(cell: OpenCell) -> str | None:
+    return moment(cell.until) if cell.until else None
 
 
 def _together(cells: Sequence[OpenCell]) -> list[tuple[OpenCell, str]]:
     groups: dict[tuple[str, str | None, float | None], list[OpenCell]] = {}
     for cell in cells:
         groups.setdefault((cell.checkpoint.name, cell.reason, cell.until), []).append(cell)
-    return [
-        (same[0], same[0].evaluation.title if len(same) == 1 else f"{len(same)} evaluations")
-        for same in groups.values()
-    ]
+    titles = (same[0].evaluation.title if len(same) == 1 else f"{len(same)} evaluations" for same in groups.values())
+    return [(same[0], title) for same, title in zip(groups.values(), titles, strict=True)]
 
 
 def status_json(
@@ -209,13 +195,9 @@ def status_json(
         rows = []
         for checkpoint in listing.checkpoints:
             suites: dict[str, Counter[str]] = {}
-            recorded = frozenset().union(
-                *(
-                    s.hashes
-                    for s in listing.records.done.get(checkpoint.name, ())
-                    if s.listing == checkpoint.listing or s.digest == checkpoint.digest
-                )
-            )
+            known = listing.records.done.get(checkpoint.name, ())
+            own = [s.hashes for s in known if s.listing == checkpoint.listing or s.digest == checkpoint.digest]
+            recorded = frozenset().union(*own)
             for evaluation in listing.evaluations:
                 done = bool({evaluation.hash, evaluation.native_hash} & recorded)
                 state = states.get((checkpoint.uri, evaluation.hash)) or ("done" if done else None)
@@ -227,7 +209,7 @@ def status_json(
             rows.append(row | judged)
         names = list(dict.fromkeys(evaluation.suites[0] for evaluation in listing.evaluations))
         runs.append({"run": listing.name, "uri": listing.run, "suites": names, "checkpoints": rows})
-    counts = {"done": reconciliation.done_count, "open": len(reconciliation.work) + len(reconciliation.others)}
+    counts = {"done": reconciliation.done_count, "open": len(reconciliation.every)}
     return {"policy": policy.name, **counts, "cost": cost_json(policy, listings, reconciliation), "runs": runs}
 
 

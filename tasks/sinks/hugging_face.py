@@ -221,13 +221,9 @@ def _notes(record: Record, metric: Metric, board: Leaderboard) -> list[str]:
     examples = shots(record, metric.benchmark)
     asked = f"{examples}-shot" if isinstance(examples, int) else examples and f"{examples} number of examples"
     noticed = record.noticed(metric.benchmark)
-    library, version = library_of(record)
     engine = record.served.get("engine") or {}
-    programs = [
-        (library, version),
-        (engine.get("name"), engine.get("version")),
-        ("Assay", record.versions.get("assay")),
-    ]
+    served = (engine.get("name"), engine.get("version"))
+    programs = [library_of(record), served, ("Assay", record.versions.get("assay"))]
     data = data_of(record, metric.benchmark)
     bar = {"95 % interval": (metric.low, metric.high), "standard error": (metric.stderr,)}
     known = {

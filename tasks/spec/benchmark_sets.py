@@ -124,9 +124,8 @@ def split_by_kind(evals: Iterable[EvalTaskConfig]) -> tuple[tuple[EvalTaskConfig
     facts = _data()["facts"]
     needing = {*facts["generates"], *facts["generates_and_compares"], *facts["scores_whole_texts"]}
     evals = tuple(evals)
-    return tuple(task for task in evals if task.name not in needing), tuple(
-        task for task in evals if task.name in needing
-    )
+    others = tuple(task for task in evals if task.name in needing)
+    return tuple(task for task in evals if task.name not in needing), others
 
 
 @cache

@@ -135,16 +135,13 @@ class Suite(Config):
 
     def _chosen(self, request: SuiteRequest) -> tuple[SuiteEvaluation, ...]:
         labels = [evaluation.label for evaluation in self.evaluations]
-        unknown = [label for label in request.only if label not in labels]
-        if unknown:
+        if others := [label for label in request.only if label not in labels]:
             raise BadInput(
                 expected=f"labels of evaluations of the suite {self.name}: {', '.join(labels)}",
-                found=", ".join(unknown),
+                found=", ".join(others),
                 remedy="correct them; `assay suites NAME` shows a suite",
             )
-        return tuple(
-            evaluation for evaluation in self.evaluations if not request.only or evaluation.label in request.only
-        )
+        return tuple(each for each in self.evaluations if not request.only or each.label in request.only)
 
 
 class SuiteChoice(Asking):
