@@ -1,4 +1,4 @@
-"""Policies: their files, their checkpoints and evaluations as values, and records of what they want."""
+"""Policies: their files, their checkpoints and evaluations as values, and records of their cells."""
 
 from __future__ import annotations
 
