@@ -157,7 +157,7 @@ class AnswerFolder:
         # Checked first for stores that would overwrite it.
         if self.is_written(number) or not storage.create_bytes(self.part(number), content):
             return self.summary(number)
-        return self._summarized(number, map(asdict, rows), content)
+        return self._summarized(number, (asdict(row) for row in rows), content)
 
     def is_written(self, number: int) -> bool:
         return storage.exists(self.part(number))
