@@ -138,17 +138,11 @@ def test_aliases_are_followed(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("content", ["a: &a {b: *a}\n", "a: &a [*a]\n", "BOMB"])
-def test_aliases_beyond_bounds_are_refused_by_name(folder: Path, content: str) -> None:
+@pytest.mark.parametrize("content", ["a: &a {b: *a}\n", "a: &a [*a]\n", "BOMB", "a: " + "[" * 2000 + "]" * 2000])
+def test_benchmark_beyond_bounds_is_refused_by_name(folder: Path, content: str) -> None:
     bomb = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 20))]
     (folder / "other.yaml").write_text(content.replace("BOMB", "\n".join(bomb) + "\n"))
-    with pytest.raises(BadInput, match=r"other\.yaml\n.*aliases"):
-        digest(folder)
-
-
-def test_benchmark_nested_too_deep_is_refused_by_name(folder: Path) -> None:
-    (folder / "deep.yaml").write_text("a: " + "[" * 2000 + "]" * 2000)
-    with pytest.raises(BadInput, match=r"YAML in .*deep\.yaml"):
+    with pytest.raises(BadInput, match=r"YAML in .*other\.yaml"):
         digest(folder)
 
 

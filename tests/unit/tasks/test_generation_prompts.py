@@ -177,15 +177,15 @@ def test_prompts_that_cannot_be_meant_are_refused(fields: dict[str, Any], words:
 
 @pytest.mark.parametrize(
     ("fields", "words"),
-    [({"template": "{{ missing }}"}, "missing"), ({"keep": ["answer"]}, "answer"), ({"id_column": "id"}, "id")],
+    [
+        ({"template": "{{ missing }}"}, "missing"),
+        ({"template": "{{ prompt.__class__.__mro__ }}"}, "the template cannot be filled"),
+        ({"keep": ["answer"]}, "answer"),
+        ({"id_column": "id"}, "id"),
+    ],
 )
 def test_columns_that_no_row_has_are_refused_before_anything_is_asked(
     tmp_path: Path, fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(BadInput, match=f"the first row: .*{words}"):
         planned(write_lines(tmp_path), **fields)
-
-
-def test_a_template_cannot_reach_beyond_its_columns(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="the first row: the template cannot be filled"):
-        planned(write_lines(tmp_path), template="{{ prompt.__class__.__mro__ }}")

@@ -73,6 +73,11 @@ def test_sink_that_cannot_work_is_refused(sink: dict[str, Any], about: str):
         SINKS.validate_python([sink])
 
 
+def test_same_place_twice_is_refused():
+    with pytest.raises(ValidationError, match="found twice: mlflow"):
+        SINKS.validate_python([MLFLOW, WANDB, {**MLFLOW, "tags": {"creator": "me"}}])
+
+
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
@@ -88,11 +93,6 @@ def test_tracking_uri_means_the_same_place_in_other_folders(written: str, meant:
     meant = meant.format(here=Path.cwd())
     assert sink.model_dump()["tracking_uri"] == meant
     assert SINKS.validate_python([sink.model_dump()]) == (sink,)
-
-
-def test_same_place_twice_is_refused():
-    with pytest.raises(ValidationError, match="found twice: mlflow"):
-        SINKS.validate_python([MLFLOW, WANDB, {**MLFLOW, "tags": {"creator": "me"}}])
 
 
 def test_publishing_imports_no_client_library():
@@ -130,12 +130,9 @@ def test_series_tells_settings_evaluators_and_folders_apart():
     ids = [series("/e"), series("/f"), series("/e", evaluation_hash="of five shots"), series("/e", evaluator="helm")]
     assert len(set(ids)) == 4
     assert series("/e", step=200) == ids[0]
-
-
-def test_name_of_a_series_says_benchmarks_limit_and_hash():
     quick = make_record(evaluation={"max_eval_instances": 5})
-    series = Announcement.of(quick, "/e/run-a/step-100/lm_evaluation_harness/x-1").series
-    assert series.name == "run-a lm_evaluation_harness demo_facts limit 5 5f0c2a7b"
+    named = Announcement.of(quick, "/e/run-a/step-100/lm_evaluation_harness/x-1").series.name
+    assert named == "run-a lm_evaluation_harness demo_facts limit 5 5f0c2a7b"
 
 
 def test_metric_values_have_intervals_and_what_was_noticed_of_benchmarks_and_groups():

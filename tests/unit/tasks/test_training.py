@@ -29,6 +29,7 @@ from tasks.training.job import (
     variables_of,
 )
 
+TWO_GPUS = ResourceConfig.with_gpu("H100", 8, replicas=2)
 ON_TPU = ResourceConfig.with_tpu("v5litepod-16", slice_count=2)
 
 
@@ -215,11 +216,6 @@ def test_training_on_a_tpu_needs_a_key_for_wandb_unless_that_is_off(
         assert made()["RUN_ID"] == "run-a"
 
 
-def test_training_of_replicas_that_would_not_find_each_other_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="expected a single replica, found 2"):
-        config(tmp_path / "run-a", resources=ResourceConfig.with_gpu("H100", 8, replicas=2))
-
-
 def test_failed_training_raises_and_a_refused_training_says_what_to_do(tmp_path: Path) -> None:
     def fail(job: FakeJob) -> None:
         job.ends_as, job.log = JobStatus.FAILED, "out of memory"
@@ -341,6 +337,7 @@ def test_evaluations_are_of_the_exports_of_the_training() -> None:
         ({"evaluations": []}, "neither"),
         ({"suite": "demo"}, "both"),
         ({"training": {"train_config": {}}}, "output_path"),
+        ({"training": {"train_config": {}, "output_path": "/r", "resources": TWO_GPUS}}, "expected a single replica"),
         ({"evaluations": [{"evals": [{"name": "demo_facts"}], "model_path": "/runs/run-b/hf"}]}, "left out"),
         ({"evaluations": [{"evals": [{"name": "demo_facts"}], "base_url": "http://h/v1"}]}, "base_url"),
         ({"training": {"train_config": {"trainr": {}}, "output_path": "/r"}}, "did you mean trainer"),
