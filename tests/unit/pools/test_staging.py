@@ -47,9 +47,9 @@ def staging(local: Path, *, fitting: float = 10) -> Staging:
     return Staging(local, max_bytes=int(fitting * 34_000), range_bytes=RANGE, parallel_files=2)
 
 
-def remote(tmp_path: Path, seed: int, *, shards: int = 1) -> tuple[str, ModelDigests]:
+def remote(tmp_path: Path, seed: int, *, shards: int = 1, kind: str = "store") -> tuple[str, ModelDigests]:
     folder = write_checkpoint(tmp_path / "remote" / f"step-{seed}", seed=seed, parameters=PARAMETERS, shards=shards)
-    uri = f"store:/{folder}"
+    uri = str(folder) if kind == "local" else f"store:/{folder}"
     return uri, digest_model_folder(inspect_model_folder(uri))
 
 
@@ -115,15 +115,18 @@ def test_stage_of_a_local_checkpoint_leaves_no_links_behind(tmp_path: Path, loca
     assert (held.path / WEIGHTS).resolve() == folders[0] / WEIGHTS
 
 
-def test_stage_of_a_local_checkpoint_mends_its_folder_of_links(tmp_path: Path, local: Path) -> None:
-    folder = write_checkpoint(tmp_path / "step-1")
-    digests = digest_model_folder(inspect_model_folder(str(folder)))
-    with staging(local).stage(str(folder), digests) as staged:
+@pytest.mark.parametrize("kind", ["local", "store"])
+def test_stage_of_a_checkpoint_that_lost_a_file_makes_it_again(
+    store: type[FolderStore], tmp_path: Path, local: Path, kind: str
+) -> None:
+    uri, digests = remote(tmp_path, 1, kind=kind)
+    with staging(local).stage(uri, digests) as staged:
         (staged.path / "tokenizer.json").unlink()
-        with pytest.raises(IncompleteCheckpoint):
+        with pytest.raises(IncompleteCheckpoint if kind == "local" else StorageError):
             staged.verify()
-    with staging(local).stage(str(folder), digests) as staged:
+    with staging(local).stage(uri, digests) as staged:
         staged.verify()
+        assert inspect_model_folder(str(staged.path), storage.list_files(str(staged.path), within="/")).complete
 
 
 def test_file_that_checkpoints_of_a_run_share_is_staged(tmp_path: Path, local: Path) -> None:
@@ -166,21 +169,14 @@ def test_changed_staged_checkpoint_is_reported(
             staged.verify()
 
 
-def test_stage_of_a_local_checkpoint_written_since_is_refused(tmp_path: Path, local: Path) -> None:
-    folder = write_checkpoint(tmp_path / "model", seed=1)
-    digests = digest_model_folder(inspect_model_folder(str(folder)))
-    write_safetensors(folder / WEIGHTS, seed=2)
-    with pytest.raises(CheckpointChanged, match="changed since it was planned: other contents: weights"):
-        staging(local).stage(str(folder), digests)
-
-
-def test_stage_of_a_remote_checkpoint_written_since_reads_no_weights(
-    store: type[FolderStore], tmp_path: Path, local: Path
+@pytest.mark.parametrize("kind", ["local", "store"])
+def test_stage_of_a_checkpoint_written_since_is_refused_without_reading_remote_weights(
+    store: type[FolderStore], tmp_path: Path, local: Path, kind: str
 ) -> None:
     store.hash_kind = "md5"
-    uri, digests = remote(tmp_path, 1)
+    uri, digests = remote(tmp_path, 1, kind=kind)
     write_safetensors(tmp_path / "remote" / "step-1" / WEIGHTS, seed=2, parameters=PARAMETERS)
-    with pytest.raises(CheckpointChanged):
+    with pytest.raises(CheckpointChanged, match="changed since it was planned: other contents: weights"):
         staging(local).stage(uri, digests)
     assert store.ranges(WEIGHTS) == []
 
@@ -207,14 +203,6 @@ def test_stage_with_a_flipped_byte_is_refused_and_copied_again(
     store.spoil = lambda content: content
     with staging(local).stage(uri, digests) as staged:
         assert (staged.path / WEIGHTS).read_bytes() == (tmp_path / "remote" / "step-1" / WEIGHTS).read_bytes()
-
-
-def test_stage_of_a_copy_that_lost_a_file_makes_it_again(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
-    uri, digests = remote(tmp_path, 1)
-    with staging(local).stage(uri, digests) as staged:
-        (staged.path / WEIGHTS).unlink()
-    with staging(local).stage(uri, digests) as staged:
-        assert inspect_model_folder(str(staged.path)).complete
 
 
 def test_stage_reports_growing_bytes_up_to_all(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
@@ -466,22 +454,14 @@ def test_small_files_that_differ_from_the_plan_are_refused(
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_checkpoint_with_a_removed_folder_is_gone(tmp_path: Path, held: bool) -> None:
-    servable = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1", seed=1)))
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", WEIGHTS, "."])
+def test_checkpoint_with_a_folder_in_removal_is_gone(tmp_path: Path, held: bool, name: str) -> None:
+    folder = write_checkpoint(tmp_path / "step-1", seed=1)
+    servable = Servable.from_uri("run-1", str(folder))
     with Staging(tmp_path / "staged", max_bytes=10**6) as staging, ExitStack() as holding:
         check = holding.enter_context(staging.stage(servable.uri, servable.digests)).verify if held else None
-        shutil.rmtree(tmp_path / "step-1")
-        with pytest.raises(CheckpointGone, match="its folder was removed") as caught:
+        shutil.rmtree(folder) if name == "." else (folder / name).unlink()
+        words = "its folder was removed" if name == "." else "its folder is being removed"
+        with pytest.raises(CheckpointGone, match=words) as caught:
             check() if check else staging.stage(servable.uri, servable.digests)
     assert caught.value.record_status == "infra_failed"
-
-
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", WEIGHTS])
-def test_checkpoint_that_is_being_removed_is_gone(tmp_path: Path, held: bool, name: str) -> None:
-    servable = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1", seed=1)))
-    with Staging(tmp_path / "staged", max_bytes=10**6) as staging, ExitStack() as holding:
-        check = holding.enter_context(staging.stage(servable.uri, servable.digests)).verify if held else None
-        (tmp_path / "step-1" / name).unlink()
-        with pytest.raises(CheckpointGone, match="its folder is being removed"):
-            check() if check else staging.stage(servable.uri, servable.digests)

@@ -90,14 +90,17 @@ def test_paths_of_another_region_are_refused_with_their_places_and_what_reading_
     assert "sources[1]" not in message
 
 
-@pytest.mark.parametrize("region", ["europe-west4", "eu-west4"])
-def test_paths_of_the_same_region_are_accepted_under_each_of_its_names(region: str):
-    assert check_gcs_paths_same_region({"a": "gs://marin-eu-west4/m"}, local_ok=False, region=region) == region
-
-
-def test_paths_at_places_to_skip_are_left_out():
-    config = {"train_urls": ["gs://marin-eu-west4/a"], "data": {"validation_urls": ["gs://marin-eu-west4/b"]}}
-    assert check_gcs_paths_same_region(config, local_ok=False, region="us-central2") == "us-central2"
+@pytest.mark.parametrize(
+    ("config", "region"),
+    [
+        ({"a": "gs://marin-eu-west4/m"}, "europe-west4"),
+        ({"a": "gs://marin-eu-west4/m"}, "eu-west4"),
+        ({"train_urls": ["gs://marin-eu-west4/a"]}, "us-central2"),
+        ({"data": {"validation_urls": ["gs://marin-eu-west4/b"]}}, "us-central2"),
+    ],
+)
+def test_paths_of_the_region_and_at_places_to_skip_are_accepted(config: dict[str, Any], region: str):
+    assert check_gcs_paths_same_region(config, local_ok=False, region=region) == region
 
 
 def test_regions_of_the_resources_override_the_machine_s_and_the_first_that_fits_is_returned(store: FakeGcs):

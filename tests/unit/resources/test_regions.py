@@ -201,9 +201,9 @@ def test_tariff_without_a_price_says_why(resources: ResourceConfig, backend: str
 def test_tariff_of_this_machine_is_its_regions():
     two = ResourceConfig(cpu=2, ram="4g", preemptible=False)
     with variable_set("ASSAY_REGION", "europe-far1"):
-        here = tariff_of(two, backend=None, regions=REGIONS)
-    assert here.usd_per_hour == pytest.approx(float(price_per_hour(REGIONS.regions[1], two) or 0), abs=1e-6)
-    assert here.region == "europe-far1"
+        tariff = tariff_of(two, backend=None, regions=REGIONS)
+    assert tariff.usd_per_hour == pytest.approx(float(price_per_hour(REGIONS.regions[1], two) or 0), abs=1e-6)
+    assert tariff.region == "europe-far1"
     with variable_set("ASSAY_REGION", "elsewhere"):
         unknown = tariff_of(two, backend=None, regions=REGIONS)
     assert (unknown.usd_per_hour, unknown.why_unknown) == (None, "the price list has no region elsewhere")
