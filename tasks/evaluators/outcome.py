@@ -12,8 +12,17 @@ from pathlib import Path
 from tasks.evaluators.evaluator import Parsed
 from tasks.records.details import BenchmarkDetails
 from tasks.records.record import Metric
-from tasks.records.samples import Sample, write_samples
-from tasks.records.scores import LENGTH, Question, Questions, agrees, question_of, scale_of, scores_in
+from tasks.records.samples import (
+    LENGTH,
+    Question,
+    Questions,
+    Sample,
+    agrees,
+    question_of,
+    scale_of,
+    scores_in,
+    write_samples,
+)
 from tasks.verdicts.statistics.composition import with_interval
 
 

@@ -34,9 +34,9 @@ from tasks.records.details import (
     Whole,
     bounded,
     misplaced,
+    seal,
     together,
 )
-from tasks.records.seals import seal
 
 RECORD_NAME = "record.json"
 JOURNAL_FOLDER = "journal"

@@ -17,7 +17,7 @@ from tasks.records.numbers import NOTHING, between, measured, signed
 from tasks.records.questions.asked import asked_in, samples_of
 from tasks.records.questions.flags import Flags, QuestionFlag, Search, Status, status_of
 from tasks.records.record import FoundRecord, Metric, Record
-from tasks.records.scores import question_of
+from tasks.records.samples import question_of
 from tasks.records.search import found_below
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many

@@ -19,19 +19,19 @@ from resources.errors import IrregularFile
 from resources.storage import storage
 from tasks.records.builds import Qualification, read_qualifications
 from tasks.records.current import how_merged
+from tasks.records.details import integrity
 from tasks.records.numbers import NOTHING, margin, measured
 from tasks.records.questions.flags import Flags, read_flags
 from tasks.records.record import Record
-from tasks.records.seals import integrity
 from tasks.records.search import RecordFilter
 from tasks.records.verdicts import NOT_COVERED, EarlyVerdict, find_early
 from tasks.reports.charts import chart_of, noise_note, summary_rows, wavering
 from tasks.reports.contamination import contamination_view, searched
-from tasks.reports.costs import cost_part
 from tasks.reports.parts import (
     alert_lines,
     alert_parts,
     asked_in_several_ways,
+    cost_part,
     early_parts,
     evaluator_parts,
     remarks,

@@ -18,8 +18,7 @@ from pools.protocol import RequestCounters
 from tasks.evaluators.early import EarlyQuestion, WantedEarly, WantedScore, batches_in
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.harness import verify_counts
-from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
-from tasks.records.scores import question_of
+from tasks.records.samples import SAMPLES_NAME, Sample, question_of, read_samples
 from tasks.records.verdicts import ANSWERED_NAME
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -14,8 +14,7 @@ from pydantic import BaseModel
 
 from tasks.evaluators.reading import PLAN_NAME, Unanswered, finish_of, invalid_results, read_result
 from tasks.records.details import Asking, BenchmarkDetails
-from tasks.records.samples import MOST_BYTES_OF_A_LINE
-from tasks.records.scores import LENGTH
+from tasks.records.samples import LENGTH, MOST_BYTES_OF_A_LINE
 
 HARNESS = "lm-eval"
 RESULTS_FOLDER = "lm_eval"

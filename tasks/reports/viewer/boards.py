@@ -20,9 +20,8 @@ from tasks.records.current import (
     told_apart,
     words_of_settings,
 )
-from tasks.records.details import CheckpointReference
+from tasks.records.details import CheckpointReference, broken_seal
 from tasks.records.record import FoundRecord, Metric, Record
-from tasks.records.seals import broken_seal
 from tasks.reports.viewer.columns import (
     NO_SCORE,
     UNSCORED,

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tasks.records.samples import damaged_samples, sample_lines
-from tasks.records.scores import LENGTH, ratio
+from tasks.records.samples import LENGTH, damaged_samples, ratio, sample_lines
 from tasks.reports.viewer.columns import CUT, SHORTENED, UNSCORED, packed
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from resources.errors import StorageError
 from resources.storage import storage
 from tasks.records.builds import build_of
 from tasks.records.record import FoundRecord, Metric
-from tasks.records.samples import SAMPLES_NAME, samples_content
-from tasks.records.scores import KeptSamples, kept_samples
+from tasks.records.samples import SAMPLES_NAME, KeptSamples, kept_samples, samples_content
 from tasks.records.search import RecordFilter
 from tasks.reports.viewer.boards import BoardColumns, boards_of, boards_of_sample
 from tasks.reports.viewer.columns import NO_SCORE, Found, Index, Pair, Part, Progress, Scale, as_json, is_right

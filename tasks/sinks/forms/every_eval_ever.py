@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from resources.errors import BadInput, StorageError
 from resources.storage import storage
 from tasks.records.record import FoundRecord, Metric, Record
-from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
-from tasks.records.scores import Questions, kept_samples
+from tasks.records.samples import SAMPLES_NAME, Questions, Sample, kept_samples, read_samples
 from tasks.records.search import RecordFilter
 from tasks.records.verification import verified_with
 from tasks.sinks.forms.settings import answers_of, data_of, library_of, settings_of

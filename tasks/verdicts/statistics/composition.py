@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from resources.errors import StorageError
 from tasks.records.record import FoundRecord, Metric
-from tasks.records.scores import KeptSamples, Question, Questions, is_close, kept_samples, ratio, scale_of, scores_in
+from tasks.records.samples import KeptSamples, Question, Questions, is_close, kept_samples, ratio, scale_of, scores_in
 from tasks.records.verification import Verification, verified_with
 from tasks.verdicts.statistics.intervals import (
     Interval,

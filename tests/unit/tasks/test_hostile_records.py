@@ -17,8 +17,7 @@ from tasks.policies.policy import read_overrides
 from tasks.records.builds import read_qualifications
 from tasks.records.index import indexed_records
 from tasks.records.record import FoundRecord, find_records, read_record
-from tasks.records.samples import SAMPLES_NAME, read_samples
-from tasks.records.scores import kept_samples
+from tasks.records.samples import SAMPLES_NAME, kept_samples, read_samples
 from tasks.records.verdicts import ANSWERED_NAME, find_early
 from tasks.reports.page import write_report
 from tasks.running.attempt import wanted_early

@@ -20,8 +20,7 @@ from resources.errors import BadInput
 from tasks.errors import SinkFailed
 from tasks.records.details import BenchmarkDetails, Counts, MergedInput, MergeReference
 from tasks.records.record import Record
-from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
-from tasks.records.scores import question_of
+from tasks.records.samples import SAMPLES_NAME, Sample, question_of, write_samples
 from tasks.records.search import RecordFilter
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.forms.every_eval_ever import Publisher, evaluation_log, sample_rows

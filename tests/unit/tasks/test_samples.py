@@ -14,8 +14,7 @@ from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.outcome import with_samples
 from tasks.records.details import BenchmarkDetails
 from tasks.records.record import Counts, Metric
-from tasks.records.samples import Sample, read_samples, write_samples
-from tasks.records.scores import question_of
+from tasks.records.samples import Sample, question_of, read_samples, write_samples
 
 
 def test_sample_with_half_a_character_is_written_without_it(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from scipy import optimize, special, stats
 
 from fakes.records import make_metric
 from tasks.records.record import Metric
-from tasks.records.samples import Sample
-from tasks.records.scores import Questions, question_of
+from tasks.records.samples import Questions, Sample, question_of
 from tasks.verdicts.statistics.composition import compare_compositions, composition_of, with_interval
 from tasks.verdicts.statistics.intervals import Interval, Stratum, estimate, mean_interval, ratio_interval
 from tasks.verdicts.statistics.paired import (
