@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from fakes.records import make_record, of_every_evaluator, publish
 from resources.errors import RecordStatus
 from tasks.records.index import indexed_records, row_of
-from tasks.records.record import Record, find_records, read_record
+from tasks.records.record import Record, read_record
 from tasks.records.usage import IndexedRecord
 
 INDEX = ("summary.json", "records.json")
@@ -69,19 +68,6 @@ def test_file_that_is_no_record_is_none_for_the_index_too(tmp_path: Path, spoil:
     assert read_record(str(path.parent)) is None
     run_records = indexed_records(str(tmp_path / "run-a"))
     assert run_records.done == {} and run_records.others == []
-
-
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)])
-def test_folder_pipe_or_endless_link_in_place_of_a_record_is_none(tmp_path: Path, make: Callable[[Path], None]):
-    odd = place(tmp_path, make_record(step=200))
-    odd.unlink()
-    make(odd)
-    record = make_record()
-    place(tmp_path, record)
-    assert [item.record for item in find_records(str(tmp_path))] == [record]
-    for index in ("", *INDEX):  # read from the records, compared, and compared without one of the files
-        (tmp_path / "run-a" / "index" / (index or "none")).unlink(missing_ok=True)
-        assert list(indexed_records(str(tmp_path / "run-a")).done) == ["run-a-100"]
 
 
 @pytest.mark.parametrize("name", INDEX)
