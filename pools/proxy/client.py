@@ -8,19 +8,11 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import Field
 
-from pools.protocol import (
-    Announcement,
-    DesiredState,
-    Lease,
-    Orders,
-    ProxyLimits,
-    ProxyStatus,
-    RequestCounters,
-)
+from pools.protocol import Announcement, DesiredState, Lease, Orders, ProxyLimits, ProxyStatus, RequestCounters
 from resources.config import Config
 from resources.errors import ProxyFailed, ProxyRefused
 
@@ -28,6 +20,7 @@ _ADDRESS_POLL_SECONDS = 0.02
 _CELL_SECONDS = 300.0  # copying to a mirror in a remote store takes long
 
 _Method = Literal["GET", "PUT", "POST", "DELETE"]
+Value = TypeVar("Value", bound=Config)
 
 
 class ProxyAddress(Config):
@@ -118,7 +111,7 @@ class ProxyClient:
         self._timeout_seconds = timeout_seconds
 
     def set_state(self, desired: DesiredState) -> ProxyStatus:
-        return ProxyStatus.model_validate_json(self.ask_for("PUT", "/admin/state", body=desired.model_dump_json()))
+        return self._asked(ProxyStatus, "PUT", "/admin/state", desired)
 
     def status(self, *, after: int | None = None, wait_seconds: float = 0) -> ProxyStatus:
         """Returns replicas with their load, demand, leases, and counters of the requests for each model.
@@ -126,32 +119,25 @@ class ProxyClient:
         The answer may be held back for `wait_seconds`, until its version is not `after`.
         """
         query = f"?after={after}&wait={wait_seconds:g}" if after is not None else ""
-        return ProxyStatus.model_validate_json(self.ask_for("GET", f"/admin/status{query}", wait=wait_seconds))
+        return self._asked(ProxyStatus, "GET", f"/admin/status{query}", wait=wait_seconds)
 
     def describe(self) -> bytes:
         return self.ask_for("GET", "/pool")
 
     def announce(self, replica: str, announcement: Announcement, *, join_token: str) -> Orders:
         """Announces a replica; the answer may be held back for up to `announcement.wait_seconds`."""
-        answer = self.ask_for(
-            "POST",
-            f"/replicas/{replica}",
-            body=announcement.model_dump_json(),
-            key=join_token,
-            wait=announcement.wait_seconds,
-        )
-        return Orders.model_validate_json(answer)
+        wait = announcement.wait_seconds
+        return self._asked(Orders, "POST", f"/replicas/{replica}", announcement, key=join_token, wait=wait)
 
     def take_lease(self, name: str, lease: Lease) -> ProxyStatus:
-        answer = self.ask_for("PUT", f"/admin/leases/{name}", body=lease.model_dump_json())
-        return ProxyStatus.model_validate_json(answer)
+        return self._asked(ProxyStatus, "PUT", f"/admin/leases/{name}", lease)
 
     def end_lease(self, name: str) -> ProxyStatus:
-        return ProxyStatus.model_validate_json(self.ask_for("DELETE", f"/admin/leases/{name}"))
+        return self._asked(ProxyStatus, "DELETE", f"/admin/leases/{name}")
 
     def announced(self, name: str, *, join_token: str) -> Announcement:
         """Returns the last valid announcement under a replica's name, without keys."""
-        return Announcement.model_validate_json(self.ask_for("GET", f"/replicas/{name}", key=join_token))
+        return self._asked(Announcement, "GET", f"/replicas/{name}", key=join_token)
 
     def open_cell(self, cell: str, attempt: str, *, mirror: str | None, traceparent: str | None = None) -> None:
         """Opens an attempt at a cell: its requests come under `/cells/<cell>/<attempt>/v1`.
@@ -170,6 +156,19 @@ class ProxyClient:
         body = json.dumps({"drop": drop})
         answer = self.ask_for("DELETE", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
         return RequestCounters(**json.loads(answer))
+
+    def _asked(
+        self,
+        kind: type[Value],
+        method: _Method,
+        path: str,
+        value: Config | None = None,
+        *,
+        key: str | None = None,
+        wait: float = 0,
+    ) -> Value:
+        body = value.model_dump_json() if value is not None else None
+        return kind.model_validate_json(self.ask_for(method, path, body=body, key=key, wait=wait))
 
     def ask_for(
         self, method: _Method, path: str, *, body: str | None = None, key: str | None = None, wait: float = 0

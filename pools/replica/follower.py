@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from pools.config import InferencePoolConfig
-from pools.engine.engine_log import excerpt, whole_log
 from pools.engine.launch import HostPart, Launcher, ServedCheckpoint, digests_of, engine_job, staging
 from pools.protocol import Failure, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient
 from pools.replica.gang import HostOrders, HostState, leave
+from pools.replica.loading import excerpt, whole_log
 from pools.weights.staging import StagedFolder
 from resources.errors import AssayError, ProxyFailed
 from resources.jobs.addresses import own_address

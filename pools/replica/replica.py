@@ -14,7 +14,6 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import Scoring
 from pools.engine.checks import require_read_as_written, scoring_of
 from pools.engine.engine_client import EngineClient
-from pools.engine.engine_log import start_failure, whole_log
 from pools.engine.engines import RELOADING_WORKER, engine_kwargs, ranks_of, replica_capacity
 from pools.engine.launch import (
     Launch,
@@ -36,6 +35,8 @@ from pools.replica.loading import (
     Standing,
     WeightsInMemory,
     may_end_of_its_cache,
+    start_failure,
+    whole_log,
 )
 from pools.weights.model_files import read_tensors
 from resources.errors import (

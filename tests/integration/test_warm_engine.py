@@ -24,12 +24,12 @@ from faults.scenarios.processes import listens_on
 from pools.endpoint import GENERATE
 from pools.engine.checks import scoring_of
 from pools.engine.engine_client import EngineClient
-from pools.engine.engine_log import first_error, whole_log
 from pools.engine.engines import ENGINES, engine_variables, interpreter_arguments, server_arguments
 from pools.engine.launch import Servable, ServedCheckpoint
 from pools.engine.reload_trust import differing
 from pools.journal.answers import judge
 from pools.journal.terms import terms_of, token_terms_of
+from pools.replica.loading import first_error, whole_log
 from pools.settings import ENGINE_KEY_VARIABLE
 from resources.backends.local.client import LocalClient, LocalJob
 from resources.config import ResourceConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,9 @@ HELD = Demand(held=3, unserved_seconds=1)
 WORKING = Demand(in_flight=2)
 LATELY = Demand(idle_seconds=0.1)
 DONE = Demand(idle_seconds=5)
+STARVED = Demand(held=1, unserved_seconds=61)
+OLDER = Demand(held=1, unserved_seconds=90)
+FREE = {"r0": None, "r1": None}
 
 
 def _assigned(
@@ -26,72 +30,48 @@ def _assigned(
     return assign(orders, demand=demand or {}, wants=wants, held_seconds=held_seconds or {}, patience=PATIENCE)
 
 
-def test_assign_nothing_asked_changes_nothing() -> None:
-    assert _assigned({"r0": "a", "r1": None}, {"a": DONE}) == {"r0": "a", "r1": None}
-
-
-def test_assign_first_want_goes_to_every_replica() -> None:
-    assert _assigned({"r0": None, "r1": None}, wants=["a"]) == {"r0": "a", "r1": "a"}
-
-
-def test_assign_several_wants_are_spread() -> None:
-    assert _assigned({"r0": None, "r1": None}, wants=["a", "b"]) == {"r0": "a", "r1": "b"}
+@pytest.mark.parametrize(
+    ("orders", "demand", "wants", "held_seconds", "after"),
+    [
+        pytest.param({"r0": "a", "r1": None}, {"a": DONE}, "", {}, {"r0": "a", "r1": None}, id="nothing requested"),
+        pytest.param(FREE, {}, "a", {}, {"r0": "a", "r1": "a"}, id="the first want gets every replica"),
+        pytest.param(FREE, {}, "ab", {}, {"r0": "a", "r1": "b"}, id="several wants are spread"),
+        pytest.param({"r0": "a"}, {"a": WORKING, "b": HELD}, "", {}, {"r0": "a"}, id="held while it works"),
+        pytest.param({"r0": "a"}, {"a": LATELY, "b": HELD}, "", {}, {"r0": "a"}, id="held while it was used lately"),
+        pytest.param({"r0": "a"}, {"a": DONE, "b": HELD}, "", {}, {"r0": "b"}, id="held until it is idle"),
+        pytest.param({"r0": "a"}, {"a": DONE, "b": HELD}, "a", {}, {"r0": "b"}, id="held before a want"),
+        pytest.param({"r0": "a"}, {"a": DONE}, "ab", {}, {"r0": "a"}, id="a want alone takes no wanted replica"),
+        pytest.param({"r0": "a"}, {"a": DONE}, "b", {}, {"r0": "b"}, id="a want given up frees the replica"),
+        pytest.param({"r0": "a"}, {"a": WORKING, "c": STARVED}, "", {}, {"r0": "a"}, id="starved, before its turn"),
+        pytest.param({"r0": "a"}, {"a": OLDER, "c": STARVED}, "", {"r0": 5}, {"r0": "a"}, id="starved, others longer"),
+        pytest.param({"r0": None}, {"b": HELD, "c": OLDER}, "", {}, {"r0": "c"}, id="the oldest held comes first"),
+        pytest.param(
+            {"r0": "a", "r1": "b"},
+            {"a": WORKING, "b": WORKING, "c": STARVED},
+            *("", {"r0": 5, "r1": 70}, {"r0": "a", "r1": "c"}),
+            id="starved, takes the longest held",
+        ),
+        pytest.param(
+            {"r0": "a", "r1": "b", "r2": None},
+            {"a": Demand(in_flight=1), "b": Demand(in_flight=50)},
+            *("", {}, {"r0": "a", "r1": "b", "r2": "b"}),
+            id="an idle replica helps where most waits",
+        ),
+    ],
+)
+def test_assign_follows_requests_and_wants(
+    orders: dict[str, str | None],
+    demand: dict[str, Demand],
+    wants: str,
+    held_seconds: dict[str, float],
+    after: dict[str, str | None],
+) -> None:
+    assert _assigned(orders, demand, list(wants), held_seconds) == after
 
 
 def test_assign_second_want_takes_one_of_two_replicas_of_the_first() -> None:
     spread = _assigned({"r0": "a", "r1": "a"}, {"a": WORKING}, wants=["a", "b"])
     assert sorted(model or "" for model in spread.values()) == ["a", "b"]
-
-
-def test_assign_held_requests_wait_while_the_only_replica_works() -> None:
-    assert _assigned({"r0": "a"}, {"a": WORKING, "b": HELD}) == {"r0": "a"}
-
-
-def test_assign_held_requests_wait_while_the_replica_was_asked_lately() -> None:
-    assert _assigned({"r0": "a"}, {"a": LATELY, "b": HELD}) == {"r0": "a"}
-
-
-def test_assign_held_requests_get_the_replica_once_it_is_idle() -> None:
-    assert _assigned({"r0": "a"}, {"a": DONE, "b": HELD}) == {"r0": "b"}
-
-
-def test_assign_held_requests_get_an_idle_replica_despite_another_want() -> None:
-    assert _assigned({"r0": "a"}, {"a": DONE, "b": HELD}, wants=["a"]) == {"r0": "b"}
-
-
-def test_assign_want_alone_leaves_an_idle_replica_to_its_model() -> None:
-    assert _assigned({"r0": "a"}, {"a": DONE}, wants=["a", "b"]) == {"r0": "a"}
-
-
-def test_assign_want_given_up_frees_the_replica() -> None:
-    assert _assigned({"r0": "a"}, {"a": DONE}, wants=["b"]) == {"r0": "b"}
-
-
-def test_assign_requests_that_waited_too_long_take_the_longest_held_replica() -> None:
-    starved = Demand(held=1, unserved_seconds=61)
-    orders: dict[str, str | None] = {"r0": "a", "r1": "b"}
-    demand = {"a": WORKING, "b": WORKING, "c": starved}
-    assert _assigned(orders, demand, held_seconds={"r0": 5, "r1": 70}) == {"r0": "a", "r1": "c"}
-
-
-def test_assign_requests_that_waited_too_long_leave_a_checkpoint_its_turn() -> None:
-    starved = Demand(held=1, unserved_seconds=61)
-    assert _assigned({"r0": "a"}, {"a": WORKING, "c": starved}, held_seconds={}) == {"r0": "a"}
-
-
-def test_assign_requests_that_waited_too_long_take_nothing_from_others_that_wait_longer_for_what_they_got() -> None:
-    demand = {"a": Demand(held=1, unserved_seconds=90), "c": Demand(held=1, unserved_seconds=61)}
-    assert _assigned({"r0": "a"}, demand, held_seconds={"r0": 5}) == {"r0": "a"}
-
-
-def test_assign_oldest_held_comes_first() -> None:
-    older = Demand(held=1, unserved_seconds=9)
-    assert _assigned({"r0": None}, {"b": HELD, "c": older}) == {"r0": "c"}
-
-
-def test_assign_idle_replica_helps_where_most_waits() -> None:
-    demand = {"a": Demand(in_flight=1), "b": Demand(in_flight=50)}
-    assert _assigned({"r0": "a", "r1": "b", "r2": None}, demand)["r2"] == "b"
 
 
 _demands = st.builds(

@@ -23,11 +23,20 @@ from fakes.polling import eventually
 from fakes.processes import free_port, running_program
 from pools.config import InferencePoolConfig
 from pools.engine.engine_client import EngineClient
-from pools.engine.engine_log import excerpt, explained, first_error, start_failure, whole_log
 from pools.engine.launch import HostPart, Launch, Servable, ServedCheckpoint
 from pools.jobs import Restarts
 from pools.replica.gang import Gang
-from pools.replica.loading import DIED, WITHOUT_PREFIX_CACHE, Deaths, Loading
+from pools.replica.loading import (
+    DIED,
+    WITHOUT_PREFIX_CACHE,
+    Deaths,
+    Loading,
+    excerpt,
+    explained,
+    first_error,
+    start_failure,
+    whole_log,
+)
 from pools.replica.replica import ReplicaEngine
 from pools.weights.staging import Staging
 from resources.backends.local.client import LocalClient
