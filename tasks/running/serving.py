@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
@@ -25,65 +25,6 @@ _MOST_APART = 0.05
 and request order."""
 _TRIES = 3
 _NOT_RECORDED = {"number", "model", "digest", "failure", "ended"}
-
-
-class ServedCell(Protocol):
-    """A checkpoint that serves an attempt at a cell, now or once it is loaded."""
-
-    @property
-    def running(self) -> RunningModel: ...
-
-    @property
-    def weighed(self) -> tuple[float, ...]:
-        """Log-likelihoods of fixed texts before the first request, for external endpoints; empty for pools."""
-        ...
-
-    def check(self) -> None:
-        """Raises if the endpoint will not answer any more."""
-        ...
-
-    def prove_unchanged(self) -> None:
-        """Raises if the endpoint now serves another model than at the first answer."""
-        ...
-
-    def counts(self) -> dict[str, int]:
-        """Returns the requests of this attempt so far, by outcome; empty if they are not counted."""
-        ...
-
-    def asked_all(self) -> dict[str, Any]:
-        """Releases the checkpoint after the last request; returns how it was served, for the record."""
-        ...
-
-    def close(self, *, finished: bool) -> None:
-        """Ends the attempt; `finished` is True if the cell has its record, so that its answers are not needed again."""
-        ...
-
-
-class Serving(Protocol):
-    """A source of served checkpoints."""
-
-    @property
-    def checkpoints_at_once(self) -> int:
-        """Number of checkpoints it works on at once; 0 for an endpoint that always serves the same model."""
-        ...
-
-    def has_prompt_logprobs(self, name: str) -> bool:
-        """Returns True if a checkpoint returns prompt log-probabilities; sends a request if that is unknown."""
-        ...
-
-    def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
-        """Requests a checkpoint for a cell.
-
-        Args:
-            cell: scope shared by all attempts that may reuse answers of earlier attempts.
-            mirror: folder for a copy of the answers.
-            in_chat: True if requests go through the chat template.
-        """
-        ...
-
-    def bring(self, checkpoints: Sequence[Servable]) -> None:
-        """Registers more checkpoints before they are requested."""
-        ...
 
 
 class SharedSeconds:
@@ -118,7 +59,7 @@ class SharedSeconds:
 
 @dataclass(frozen=True, eq=False)
 class PoolServing:
-    """A pool, used through a PoolSession."""
+    """A pool, used through a PoolSession; it works on `checkpoints_at_once`."""
 
     session: PoolSession
     shares: SharedSeconds = field(default_factory=SharedSeconds)
@@ -134,6 +75,7 @@ class PoolServing:
         return self.session.has_prompt_logprobs(name)
 
     def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
+        """Requests a checkpoint for a cell, as `PoolSession.open`; `in_chat` sends prompts through its template."""
         deaths, now = _deaths(self.session), time.time()
         self.shares.join(name, attempt, self.session.replica_seconds(name))
         try:
@@ -163,6 +105,7 @@ class _PoolCell(OpenCell):
         return asdict(self.session.cell_counts(self))
 
     def asked_all(self) -> dict[str, Any]:
+        """Releases the checkpoint after the last request; returns how it was served, for the record."""
         name = self.running.model
         report = self.session.report_of(name, self)
         seconds = self.shares.leave(name, self.attempt, self.session.replica_seconds(name))
@@ -199,7 +142,7 @@ def same_model(first: Sequence[float], second: Sequence[float]) -> bool:
 class EndpointServing:
     """An external endpoint of which only the address is known; it loads no checkpoints on request."""
 
-    checkpoints_at_once = 0
+    checkpoints_at_once = 0  # it always serves the same model
 
     def __init__(self, base_url: str, checkpoints: Mapping[str, Servable], *, served_name: str | None = None) -> None:
         self._base_url = base_url.rstrip("/")
@@ -259,11 +202,13 @@ class _EndpointCell:
     running: RunningModel
     engine: EngineClient
     weighed: tuple[float, ...]
+    """Log-likelihoods of fixed texts before the first request; empty where only chats are answered."""
 
     def check(self) -> None:
         self.engine.check_reachable()
 
     def prove_unchanged(self) -> None:
+        """Raises EndpointUnusable if the endpoint now serves another model than before the first request."""
         running = self.running
         for _ in range(_TRIES):
             try:
@@ -288,3 +233,9 @@ class _EndpointCell:
         return {"by": "endpoint", "base_url": running.base_url, "model": running.model, "weights": "as its owner says"}
 
     def close(self, *, finished: bool) -> None: ...
+
+
+ServedCell = _PoolCell | _EndpointCell
+"""A checkpoint that serves an attempt at a cell, now or once it is loaded."""
+Serving = PoolServing | EndpointServing
+"""A source of served checkpoints."""
