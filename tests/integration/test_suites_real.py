@@ -162,13 +162,13 @@ def tiny(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def request_for(served: Served, folder: Path, output: Path, **changes: Any) -> SuiteRequest:
+def request_for(served: Served, folder: Path | None, output: Path, **changes: Any) -> SuiteRequest:
     return SuiteRequest.model_validate(
         {
             "model_path": str(served.run),
             "evaluation_path": str(output),
             "base_url": served.base_url,
-            "benchmarks_path": str(folder),
+            "benchmarks_path": str(folder) if folder else None,
             "max_eval_instances": QUESTIONS,
             **changes,
         }
@@ -254,12 +254,7 @@ def test_suite_of_helm_asks_every_subject_of_mmlu_and_publishes_their_mean(tmp_p
     evaluation = whole.evaluations[0].model_dump(mode="json")
     evaluation["evaluator"]["run_specs_path"] = str(tmp_path / "few.conf")
     suite = Suite.model_validate({**whole.model_dump(mode="json"), "evaluations": [evaluation]})
-    request = SuiteRequest(
-        model_path=str(served.run),
-        evaluation_path=str(tmp_path / "evaluations"),
-        base_url=served.base_url,
-        max_eval_instances=1,
-    )
+    request = request_for(served, None, tmp_path / "evaluations", max_eval_instances=1)
     [record] = run_deployed("run_helm", suite=suite, request=request, selection={"steps": [1]})
     assert record.status == "succeeded" and record.counts is not None
     assert record.counts.scored == len(subjects) == 3
@@ -277,13 +272,7 @@ def test_alpaca_runner_compares_with_the_official_outputs_as_the_named_judge_say
     judge = Judge(annotator="demo_verdict", constrained=True)
     with running_hub({"datasets/tatsu-lab/alpaca_eval": official}) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        request = SuiteRequest(
-            model_path=str(served.run),
-            evaluation_path=str(tmp_path / "evaluations"),
-            base_url=served.base_url,
-            max_eval_instances=QUESTIONS,
-            judge=judge,
-        )
+        request = request_for(served, None, tmp_path / "evaluations", judge=judge)
         [record] = run_deployed("run_alpaca_eval", request=request, selection={"steps": [1]})
     assert record.status == "succeeded" and record.counts is not None
     assert record.counts.scored == QUESTIONS
@@ -292,12 +281,7 @@ def test_alpaca_runner_compares_with_the_official_outputs_as_the_named_judge_say
 
 @pytest.mark.usefixtures("prefect_api")
 def test_step_of_a_run_is_evaluated_by_its_number(tmp_path: Path, served: Served):
-    request = SuiteRequest(
-        model_path=str(served.run),
-        evaluation_path=str(tmp_path / "evaluations"),
-        base_url=served.base_url,
-        max_eval_instances=QUESTIONS,
-    )
+    request = request_for(served, None, tmp_path / "evaluations")
     evals = (EvalTaskConfig(name="demo_mcqa"),)
     [record] = run_deployed("evaluate_helm_on_step", request=request, evals=evals, step=1)
     assert (record.checkpoint.step, record.evaluator, record.status) == (1, "helm", "succeeded")
