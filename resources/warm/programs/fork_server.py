@@ -66,7 +66,8 @@ class ForkServer:
             if self._listener in ready:
                 connection, _ = self._listener.accept()
                 with connection:
-                    self._fork_subreaper(connection)
+                    if _is_of_this_user(connection):
+                        self._fork_subreaper(connection)
         self._listener.close()
         deadline = time.monotonic() + _KILL_SECONDS
         while self._subreapers and time.monotonic() < deadline:
@@ -277,6 +278,13 @@ def _descendants(ancestor: int) -> set[int]:
     while grown := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= grown
     return family - {ancestor}
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    if not hasattr(socket, "SO_PEERCRED"):  # not Linux: the socket's folder has to do
+        return True
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.getuid()
 
 
 def _send(pid: int, number: int) -> None:
