@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
 
-from resources.backends.iris.connection import IrisController, Launch
+from resources.backends.iris.connection import IrisController
 from resources.backends.iris.job import CALLABLE, COMMAND, IrisJob, unknown_job
-from resources.backends.iris.resources import Group, check_groups, placement
+from resources.backends.iris.resources import Group, check_groups, hosts_of
 from resources.backends.iris.states import job_status, name_of, reason
 from resources.backends.leases import LEASE_SECONDS, POLL_SECONDS, LeaseRenewer
 from resources.backends.processes import device_variables, existing_folder, import_folders
@@ -91,10 +91,10 @@ class IrisClient:
             if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running
             self.check_resources(request.resources)
-            launch = self._launch(request)
-            job_id = self._controller.launch(launch)
+            hosts = hosts_of(request.resources, replicas=request.replica_count)
+            job_id = self._launch(request, hosts=hosts)
             self._known_user = job_id.split("/")[1]
-            job = self._handle(job_id, hosts=launch.placement.hosts)
+            job = self._handle(job_id, hosts=hosts)
             self._jobs[request.name] = job
             if not request.outlives_parent:
                 self._mortal[request.name] = job
@@ -140,10 +140,9 @@ class IrisClient:
     def _handle(self, job_id: str, *, hosts: int) -> IrisJob:
         return IrisJob(self._controller, job_id, hosts=hosts, grace_seconds=self._grace_seconds)
 
-    def _launch(self, request: JobRequest) -> Launch:
+    def _launch(self, request: JobRequest, *, hosts: int) -> str:
         environment = request.environment or create_environment()
         workspace = _workspace(environment)
-        placed = placement(request.resources, replicas=request.replica_count)
         suffix = secrets.token_hex(4)
         # Iris ends a job together with the job above it in the id.
         parent = None if request.outlives_parent else self._parent()
@@ -153,16 +152,16 @@ class IrisClient:
             files[f"{_FOLDER}/call.pickle"] = pickled(request.entrypoint, job_id=job_id)
             files[f"{_FOLDER}/assay.zip"] = own_code().content  # Iris stores equal files once
         files[f"{_FOLDER}/job.json"] = json.dumps(
-            self._job(request, environment, workspace=workspace, hosts=placed.hosts)
+            self._job(request, environment, workspace=workspace, hosts=hosts)
         ).encode()
         project = workspace is not None and (workspace / "pyproject.toml").is_file()
-        return Launch(
+        return self._controller.launch(
+            request,
+            environment,
             job_id=job_id,
             command=("bash", "-c", _COMMAND, CALLABLE if isinstance(request.entrypoint, Call) else COMMAND),
             files=files,
-            placement=placed,
-            request=request,
-            environment=environment,
+            hosts=hosts,
             bundle=self._bundle(workspace) if workspace is not None else b"",
             variables={**device_variables(request.resources.device), **environment.env_vars},
             installs=project and environment.python is None,

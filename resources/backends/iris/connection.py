@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,10 +30,10 @@ from iris.rpc.compression import IRIS_RPC_COMPRESSIONS
 from iris.rpc.controller_connect import ControllerServiceClientSync
 from iris.version import client_revision_date
 
-from resources.backends.iris.resources import Group, Placement
+from resources.backends.iris.resources import Group
 from resources.backends.iris.states import Attempt, Seen, Task
 from resources.backends.programs.iris_records import RESULTS
-from resources.config import GpuConfig, ResourceConfig, TpuConfig
+from resources.config import GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import BackendUnavailable, BadInput, UnsatisfiableResources
 from resources.jobs.jobs import EnvironmentConfig, JobRequest
 
@@ -41,27 +41,10 @@ _CALL_SECONDS = 30.0
 _LAUNCH_SECONDS = 180.0  # a large workspace on a slow line
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.1, 2.0
 _PASSING = {Code.UNAVAILABLE, Code.INTERNAL, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED}
+_SLICE = "tpu-name"  # attribute that the workers of a slice share
 _PAGE = 500  # largest page that the controller returns
 Answer = TypeVar("Answer")
 _C = controller_pb2.Controller
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Submission of a job to the controller."""
-
-    job_id: str
-    command: Sequence[str]
-    files: Mapping[str, bytes]
-    """Files to write below the job's working directory on the worker."""
-    placement: Placement
-    request: JobRequest
-    environment: EnvironmentConfig
-    bundle: bytes
-    """Zip of the workspace; empty without a workspace."""
-    variables: Mapping[str, str] = field(repr=False)
-    installs: bool
-    """True if a container installs the workspace's project and the packages before it starts."""
 
 
 class IrisController:
@@ -88,49 +71,66 @@ class IrisController:
         )
         self._logs = LogServiceClientSync(url, timeout_ms=int(_CALL_SECONDS * 1000), interceptors=interceptors)
 
-    def launch(self, launch: Launch) -> str:
-        """Submits a job and returns its id, in which the controller may put its own name for the user."""
+    def launch(
+        self,
+        request: JobRequest,
+        environment: EnvironmentConfig,
+        *,
+        job_id: str,
+        command: Sequence[str],
+        files: Mapping[str, bytes],
+        hosts: int,
+        bundle: bytes,
+        variables: Mapping[str, str],
+        installs: bool,
+    ) -> str:
+        """Submits a job and returns its id, in which the controller may put its own name for the user.
+
+        Args:
+            files: files to write below the job's working directory on the worker.
+            hosts: tasks per replica.
+            bundle: zip of the workspace; empty without a workspace.
+            installs: True if a container installs the workspace's project and the packages before it starts.
+        """
+        asked, device, tasks = request.resources, request.resources.device, request.replica_count * hosts
         resources = job_pb2.ResourceSpecProto(
-            cpu_millicores=launch.placement.cpu_millicores,
-            memory_bytes=launch.placement.memory_bytes,
-            disk_bytes=launch.placement.disk_bytes,
+            cpu_millicores=asked.cpu * 1000,
+            memory_bytes=size_in_bytes(asked.ram),
+            disk_bytes=size_in_bytes(asked.disk),
         )
-        asked, device = launch.request.resources, launch.request.resources.device
         if isinstance(device, TpuConfig):
             resources.device.CopyFrom(tpu_device(device.variant))
         elif isinstance(device, GpuConfig):
             resources.device.CopyFrom(gpu_device(device.variant, device.count))
-        environment = job_pb2.EnvironmentConfig(
-            pip_packages=launch.environment.pip_packages,
-            extras=launch.environment.extras,
-            env_vars=dict(launch.variables),
+        variables_and_packages = job_pb2.EnvironmentConfig(
+            pip_packages=environment.pip_packages, extras=environment.extras, env_vars=dict(variables)
         )
-        environment = with_slice_topology_env(environment, resources, launch.placement.tasks)
-        entrypoint = Entrypoint(command=list(launch.command), workdir_files=dict(launch.files))
-        request = _C.LaunchJobRequest(
-            name=launch.job_id,
+        variables_and_packages = with_slice_topology_env(variables_and_packages, resources, tasks)
+        entrypoint = Entrypoint(command=list(command), workdir_files=dict(files))
+        launch = _C.LaunchJobRequest(
+            name=job_id,
             entrypoint=entrypoint.to_proto(),
             resources=resources,
-            environment=environment,
-            bundle_blob=launch.bundle,
+            environment=variables_and_packages,
+            bundle_blob=bundle,
             constraints=[constraint.to_proto() for constraint in constraints_of(asked)],
-            replicas=launch.placement.tasks,
-            max_retries_failure=launch.request.max_retries_failure,
-            max_retries_preemption=launch.request.max_retries_preemption,
+            replicas=tasks,
+            max_retries_failure=request.max_retries_failure,
+            max_retries_preemption=request.max_retries_preemption,
             preemption_policy=job_pb2.JOB_PREEMPTION_POLICY_TERMINATE_CHILDREN,
             existing_job_policy=job_pb2.EXISTING_JOB_POLICY_KEEP,  # the id is random: it can only be this request
-            task_image=launch.environment.docker_image or asked.image or "",
+            task_image=environment.docker_image or asked.image or "",
             client_revision_date=client_revision_date(),
         )
-        if launch.installs:
-            request.entrypoint.setup_commands[:] = [
-                *build_runtime_entrypoint(entrypoint, environment).setup_commands,
+        if installs:
+            launch.entrypoint.setup_commands[:] = [
+                *build_runtime_entrypoint(entrypoint, variables_and_packages).setup_commands,
                 "export ASSAY_IRIS_SETUP=1",
             ]
-        if launch.placement.together_on:
-            request.coscheduling.group_by = launch.placement.together_on
+        if hosts > 1:
+            launch.coscheduling.group_by = _SLICE
         try:
-            return self._asked(lambda: self._calls.launch_job(request, timeout_ms=int(_LAUNCH_SECONDS * 1000)).job_id)
+            return self._asked(lambda: self._calls.launch_job(launch, timeout_ms=int(_LAUNCH_SECONDS * 1000)).job_id)
         except ConnectError as error:
             if "too old" in error.message:
                 raise BackendUnavailable(

@@ -151,7 +151,7 @@ class IrisJob:
         if self.status().finished:
             return False
         beat, attempt = {"beat": str(time.time())}, -1 if self._task_attempt is None else self._task_attempt
-        self._task_attempt = tell(self._controller, self._job_id, LEASE, beat, attempt=attempt)
+        self._task_attempt = self._register(self._job_id, LEASE, beat, attempt=attempt)
         return True
 
     def request_stop(self) -> list[str]:
@@ -170,7 +170,19 @@ class IrisJob:
         return f"look for {self._job_id} on the dashboard at {self._controller.address}"
 
     def _tell_to_stop(self, job_id: str) -> None:
-        tell(self._controller, job_id, STOP, {"reason": "terminated"})
+        self._register(job_id, STOP, {"reason": "terminated"}, attempt=0)
+
+    def _register(self, job_id: str, record_name: str, metadata: Mapping[str, str], *, attempt: int) -> int | None:
+        # Tries the probable attempt of the first task, which saves a call; a record ends with its task's attempt.
+        register = partial(
+            self._controller.register, f"{job_id}/{RECORDS}", record_id=f"{job_id}#{record_name}", metadata=metadata
+        )
+        if register(task_id=f"{job_id}/0", attempt=attempt):
+            return attempt
+        for task in self._controller.tasks(job_id):
+            if not task.is_over and register(task_id=task.task_id, attempt=task.attempt):
+                return task.attempt
+        return None
 
     def _records(self) -> dict[str, dict[str, str]]:
         records = self._controller.records(f"{self._job_id}/{RECORDS}")
@@ -273,25 +285,3 @@ def unknown_job(controller: IrisController, job_id: str) -> BadInput:
         found=repr(job_id),
         remedy="Choose a job that is listed there; old jobs are removed.",
     )
-
-
-def tell(
-    controller: IrisController, job_id: str, record_name: str, metadata: Mapping[str, str], *, attempt: int = 0
-) -> int | None:
-    """Registers a record for a job's replicas at a task; returns the task's attempt, or None if all tasks have ended.
-
-    The record is removed when that attempt ends.
-
-    Args:
-        record_name: `LEASE` or `STOP`.
-        attempt: probable current attempt of the first task; a correct value saves a call.
-    """
-    name, record_id = f"{job_id}/{RECORDS}", f"{job_id}#{record_name}"
-    if controller.register(name, record_id=record_id, task_id=f"{job_id}/0", attempt=attempt, metadata=metadata):
-        return attempt
-    for task in controller.tasks(job_id):
-        if not task.is_over and controller.register(
-            name, record_id=record_id, task_id=task.task_id, attempt=task.attempt, metadata=metadata
-        ):
-            return task.attempt
-    return None

@@ -27,22 +27,8 @@ class Group:
     zone: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Resource request of a job in Iris' units."""
-
-    cpu_millicores: int
-    memory_bytes: int
-    disk_bytes: int
-    hosts: int
-    """Tasks per replica: the number of VMs of its TPU slice, else 1."""
-    tasks: int
-    together_on: str | None
-    """Worker attribute that all tasks of a multi-host replica must share, else None."""
-
-
-def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
-    """Returns the request to Iris, in which each VM of a TPU slice is a task."""
+def hosts_of(resources: ResourceConfig, *, replicas: int) -> int:
+    """Returns the number of tasks per replica: of VMs of its TPU slice, else 1; refuses several multi-host slices."""
     hosts = resources.device.slice.vms if isinstance(resources.device, TpuConfig) else 1
     if hosts > 1 and replicas > 1:
         raise UnsatisfiableResources(
@@ -51,14 +37,7 @@ def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
             "that holds all tasks of a job, and would wait for ever",
             remedy="Submit a job for each slice, or all slices to Ray.",
         )
-    return Placement(
-        cpu_millicores=resources.cpu * 1000,
-        memory_bytes=size_in_bytes(resources.ram),
-        disk_bytes=size_in_bytes(resources.disk),
-        hosts=hosts,
-        tasks=replicas * hosts,
-        together_on="tpu-name" if hosts > 1 else None,
-    )
+    return hosts
 
 
 def check_groups(resources: ResourceConfig, groups: Sequence[Group]) -> None:

@@ -16,7 +16,7 @@ from iris.cluster.types import tpu_device
 from iris.rpc import job_pb2
 
 from resources.backends.iris.connection import constraints_of
-from resources.backends.iris.resources import Group, check_groups, placement
+from resources.backends.iris.resources import Group, check_groups, hosts_of
 from resources.config import ResourceConfig
 from resources.errors import UnsatisfiableResources
 
@@ -25,22 +25,16 @@ SPOT = Group(name="spot", device="tpu", variant="v5litepod-16", preemptible=True
 GPUS = Group(name="gpus", device="gpu", variant="H100", device_count=8)
 
 
-def test_iris_placement_gives_every_vm_of_a_slice_a_task_of_its_own() -> None:
-    placed = placement(ResourceConfig.with_tpu("v5litepod-16"), replicas=1)
-    assert (placed.hosts, placed.tasks, placed.together_on) == (4, 4, "tpu-name")
-    placed = placement(ResourceConfig.with_tpu("v5litepod-8", slice_count=2), replicas=2)
-    assert (placed.hosts, placed.tasks, placed.together_on) == (1, 2, None)
-
-
-def test_iris_placement_refuses_slices_that_it_could_not_keep_apart() -> None:
-    with pytest.raises(UnsatisfiableResources, match=r"2 slices v5litepod-16 of 4 VMs each.*\n.*a job for each slice"):
-        placement(ResourceConfig.with_tpu("v5litepod-16", slice_count=2), replicas=2)
-
-
-def test_iris_placement_of_a_single_machine_needs_no_company() -> None:
-    placed = placement(ResourceConfig(cpu=3, ram="2g", disk="1t"), replicas=5)
-    assert (placed.hosts, placed.tasks, placed.together_on) == (1, 5, None)
-    assert (placed.cpu_millicores, placed.memory_bytes, placed.disk_bytes) == (3000, 2**31, 2**40)
+@pytest.mark.parametrize(
+    ("resources", "replicas", "hosts"),
+    [
+        (ResourceConfig.with_tpu("v5litepod-16"), 1, 4),
+        (ResourceConfig.with_tpu("v5litepod-8", slice_count=2), 2, 1),
+        (ResourceConfig(cpu=3), 5, 1),
+    ],
+)
+def test_iris_gives_each_vm_of_a_slice_a_task(resources: ResourceConfig, replicas: int, hosts: int) -> None:
+    assert hosts_of(resources, replicas=replicas) == hosts
 
 
 @pytest.mark.parametrize(
