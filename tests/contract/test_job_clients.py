@@ -79,16 +79,6 @@ def test_command_gets_its_variables_and_working_directory_and_keeps_its_output(c
     assert "ASSAY_ACTOR_KEY" not in lines
 
 
-def test_callable_gets_its_arguments_in_a_process_of_its_own(client: Client, tmp_path: Path) -> None:
-    def add(path: Path, *, amount: int) -> None:
-        path.write_text(f"{amount + 1} {os.getpid()}")
-
-    client.submit(job(Entrypoint.from_callable(add, [tmp_path / "sum"], {"amount": 41}))).wait(30)
-    total, pid = (tmp_path / "sum").read_text().split()
-    assert total == "42"
-    assert int(pid) != os.getpid()
-
-
 def test_callable_that_raises_fails_with_its_traceback_in_the_error(client: Client) -> None:
     def divide() -> None:
         raise ArithmeticError("cannot divide the indivisible")
@@ -106,21 +96,22 @@ def test_callable_that_raises_fails_with_its_traceback_in_the_error(client: Clie
 def test_result_is_what_each_replica_returned_in_the_last_attempt_for_every_handle(
     client: Client, tmp_path: Path
 ) -> None:
-    def again(folder: Path) -> object:
+    def again(folder: Path, *, size: int) -> object:
         replica = int(os.environ["ASSAY_REPLICA_INDEX"])
         announce("here")
         print("said by", replica)
         if (folder / "second").exists():
-            return {"replica": replica, "large": b"x" * 500_000}
+            return {"replica": replica, "large": b"x" * size, "pid": os.getpid()}
         if replica == 0:
             return "of the first attempt"
         (folder / "second").touch()
         raise OSError("once")
 
-    call = Entrypoint.from_callable(again, [tmp_path])
+    call = Entrypoint.from_callable(again, [tmp_path], {"size": 500_000})
     handle = client.submit(job(call, replicas=2, max_retries_failure=1))
-    assert handle.result(45) == {"replica": 0, "large": b"x" * 500_000}
-    assert client.attach(handle.job_id).result(replica=1)["replica"] == 1
+    first, second = handle.result(45), client.attach(handle.job_id).result(replica=1)
+    assert [(result["replica"], len(result["large"])) for result in (first, second)] == [(0, 500_000), (1, 500_000)]
+    assert len({first["pid"], second["pid"], os.getpid()}) == 3
     assert handle.logs(1, replica=1) == "said by 1"
     with pytest.raises(BadInput, match="from 0 to 1"):
         handle.result(replica=2)

@@ -16,8 +16,7 @@ import pytest
 from fakes.polling import eventual_pid, eventually
 from fakes.processes import end
 from fakes.slurm_cluster import SlurmCluster, batch_pid, require_accounting, slurm_id, start_cluster, start_slurmdbd
-from resources.backends.slurm.client import SlurmClient
-from resources.backends.slurm.job import SlurmJob
+from resources.backends.slurm.client import SlurmClient, SlurmJob
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable
 from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment

@@ -37,7 +37,7 @@ def test_test_belongs_to_the_entry_of_its_module_or_parameter(nodeid: str, entry
 
 
 def test_change_brings_back_the_modules_of_its_folder():
-    backend, module = "resources/backends/slurm/job.py", "tests/integration/test_view_page.py"
+    backend, module = "resources/backends/slurm/client.py", "tests/integration/test_view_page.py"
     back = brought_back([module, backend, "README.md", "flows/evaluation.py"])
     assert back == {
         "contract[slurm]": backend,

@@ -27,6 +27,7 @@ from resources.backends.processes import (
     variables_of,
     workspace_of,
 )
+from resources.backends.programs.endings import end_marked
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import JobDetails, JobRequest, JobStatus, create_environment
@@ -79,7 +80,8 @@ class LocalJob(FolderJob):
         self.wait_until_started()  # an earlier signal would kill the supervisor
         details = self.process_details()
         if not JobStatus(details["status"]).finished and details["supervisor_pid"] is not None:
-            _send(details["supervisor_pid"], signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.kill(details["supervisor_pid"], signal.SIGTERM)
 
     def wait_until_started(self) -> None:
         """Blocks until the supervisor has started, so that other processes can attach."""
@@ -101,7 +103,7 @@ class LocalJob(FolderJob):
             if (details := self._last) is None:
                 raise
             if not JobStatus(details["status"]).finished:  # its supervisor cannot report any more
-                self._kill_processes()
+                end_marked(ASSAY_JOB_ID=self.job_id)
                 details = {**details, "status": JobStatus.FAILED, "reason": f"{self._folder} was removed"}
         self._last = details
         return details
@@ -122,20 +124,13 @@ class LocalJob(FolderJob):
             return False
 
     def _bury(self, details: dict[str, Any]) -> dict[str, Any]:
-        self._kill_processes()
+        end_marked(ASSAY_JOB_ID=self.job_id)
         killed = details["supervisor_pid"] is not None
         reason = "its supervisor was killed" if killed else "its supervisor never started"
         preemptions = details["preemptions"] + killed
         details = {**details, "status": JobStatus.FAILED, "reason": reason, "preemptions": preemptions}
         self._write(details)
         return details
-
-    def _kill_processes(self) -> None:
-        marker = f"ASSAY_JOB_ID={self.job_id}".encode()
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if marker in (folder / "environ").read_bytes().split(b"\0"):
-                    _send(int(folder.name), signal.SIGKILL)
 
 
 class LocalClient:
@@ -282,8 +277,3 @@ def _check_device(device: Device, *, device_root: Path) -> None:
                     found=f"{present} on this machine",
                     remedy="Ask for fewer, install the driver, or use ResourceConfig.with_cpu().",
                 )
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)

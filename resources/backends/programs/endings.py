@@ -131,9 +131,9 @@ def _counters_of_process() -> list[Path]:
         return []
 
 
-def end_marked(job_id: str, task: str) -> None:
-    """Kills the leftover processes of a killed supervisor, found by job id and Iris task id in their environment."""
-    marks = {f"ASSAY_JOB_ID={job_id}".encode(), f"IRIS_TASK_ID={task}".encode()}
+def end_marked(**variables: str) -> None:
+    """Kills the leftover processes of a killed supervisor, found by these variables in their environment."""
+    marks = {f"{name}={value}".encode() for name, value in variables.items()}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if marks <= set((folder / "environ").read_bytes().split(b"\0")):

@@ -177,7 +177,7 @@ class Replica:
         status = json.loads(_read(folder / "status.json") or '{"status": "pending", "replicas": [{}]}')
         outcome = outcome_of_supervised(status, supervisor_code=ended, stopping=asked is not None)
         if status["status"] not in FINISHED:  # the supervisor was killed
-            end_marked(self._job_id, os.environ["IRIS_TASK_ID"])
+            end_marked(ASSAY_JOB_ID=self._job_id, IRIS_TASK_ID=os.environ["IRIS_TASK_ID"])
         code = status["replicas"][0].get("exit_code")
         code = ended if code is None else int(code)
         self._records.say(announcement=_read(folder / "announced-0"))

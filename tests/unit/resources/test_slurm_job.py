@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from resources.backends.slurm.job import SlurmJob
+from resources.backends.slurm.client import SlurmJob
 from resources.backends.slurm.slurm import Slurm
 from resources.backends.slurm.states import Seen
 from resources.jobs.jobs import JobStatus

@@ -35,6 +35,7 @@ KNOWN = {"status": "running", "reason": None, "attempts": 1, "failures": 0, "pre
         (Seen("NODE_FAIL", is_forgotten=True), {"is_owned": True}, "failed", "cannot queue it again", 1),
         (Seen("TIMEOUT"), {"is_owned": True, "max_retries_preemption": 0}, "failed", "ended from outside once", 1),
         (Seen("FAILED", exit_code=1), {"is_owned": True}, "failed", "read /jobs/batch.log", 0),
+        (Seen("FAILED", exit_code=1), {"is_owned": True, "left_machines": True}, "pending", "is queued again", 0),
         (Seen("OUT_OF_MEMORY"), {"is_owned": True}, "failed", "resources.ram", 0),
         (Seen("PENDING", HELD), {"is_owned": True, "max_retries_preemption": 0}, "pending", "its submitter", 0),
         (Seen("PENDING", HELD), {}, "pending", "scontrol release", 0),
@@ -44,23 +45,11 @@ KNOWN = {"status": "running", "reason": None, "attempts": 1, "failures": 0, "pre
 def test_state_of_an_unfinished_job_from_outside(
     seen: Seen | None, context: dict[str, Any], status: str, words: str | None, preemptions: int
 ) -> None:
-    options: dict[str, Any] = {
-        "max_retries_preemption": 5,
-        "is_to_stop": False,
-        "is_owned": False,
-        "is_recent": False,
-        **context,
-    }
-    now = from_outside(KNOWN, seen, name="Slurm's job 7", log=Path("/jobs/batch.log"), **options)
+    options = {**dict.fromkeys(("is_to_stop", "is_owned", "is_recent"), False), "max_retries_preemption": 5, **context}
+    known = {**KNOWN, "left_machines": options.pop("left_machines", False)}
+    now = from_outside(known, seen, name="Slurm's job 7", log=Path("/jobs/batch.log"), **options)
     assert (now["status"], now["preemptions"], now["attempts"]) == (status, preemptions, 1)
     assert now["reason"] == words if words is None else words in now["reason"]
-
-
-def test_failure_that_slurm_shows_during_a_requeue_is_a_preemption() -> None:
-    options: dict[str, Any] = {"max_retries_preemption": 5, "is_to_stop": False, "is_owned": True, "is_recent": True}
-    known = {**KNOWN, "left_machines": True}
-    now = from_outside(known, Seen("FAILED", exit_code=1), name="Slurm's job 7", log=Path("batch.log"), **options)
-    assert now["status"] == "pending"
 
 
 @pytest.mark.parametrize(
