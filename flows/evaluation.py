@@ -12,10 +12,9 @@ from tasks.checkpoints.discovery import discover_checkpoint, layouts_for, with_p
 from tasks.prefect_server.flow_runs import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
-from tasks.running.announce import announce, check_sinks, raise_alerts
-from tasks.running.cells import Cell, as_served, conclude, plan_cells
+from tasks.running.cells import Cell, as_served, conclude, configs_of, plan_cells
 from tasks.running.claimed_cells import ClaimedCells, put_away
-from tasks.running.conclude import conclude_by
+from tasks.running.conclude import announce, check_sinks, conclude_by, raise_alerts
 from tasks.running.expected import check_budget, tell
 from tasks.running.planning import Plan, plan_checkpoints
 from tasks.running.provisioning import provisioned
@@ -35,45 +34,49 @@ def evaluate_checkpoint(config: EvaluationConfig, gate: Gate | None = None) -> l
     config = with_pinned_model(config)
     latest = config.discover_latest_checkpoint
     checkpoint = discover_checkpoint(config.model_path, latest=latest, **layouts_for([config]))
-    return evaluate([config], plan_checkpoints([config], [checkpoint], gate=gate), gate=gate)
+    return evaluate(plan_checkpoints([config], [checkpoint], gate=gate), gate=gate)
 
 
-def evaluate(configs: Sequence[EvaluationConfig], plan: Plan, *, gate: Gate | None = None) -> list[Record]:
-    """Carries out the plan of evaluations on a shared pool, except cells with a succeeded record.
+def evaluate(plan: Plan, *, gate: Gate | None = None) -> list[Record]:
+    """Evaluates the planned cells on a shared pool, except those with a succeeded record.
 
     Logs the expected cost before the start, and refuses a cost above `ASSAY_MAX_USD`.
     """
-    with marked(configs):
-        if any(config.sinks for config in configs):
+    with marked(configs_of(plan.cells)):
+        if any(cell.config.sinks for cell in plan.cells):
             check_sinks(plan.cells)
         if plan.expected.cells:
             tell(plan.expected)
             check_budget(plan.expected, settings().max_usd)
-        run_pending(configs, plan.cells, wait=True)
+        run_pending(plan.cells, wait=True)
         return conclude(plan.cells) if gate is None else conclude_by(gate, plan.cells)
 
 
-def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, wait: bool) -> None:
+def run_pending(cells: Sequence[Cell], *, wait: bool) -> None:
     """Evaluates the cells without a succeeded record, writes the report, checks for alerts, and notifies the sinks.
 
     Skips cells that another run has claimed; with `wait`, waits for their outcome.
     """
+    if not cells:  # the checkpoints of a policy's cells can be gone by now
+        return
     began = now()
     put_away(cells)
     with ClaimedCells([cell for cell in cells if not cell.settled], wait=wait) as claimed:
-        run_claimed(configs, claimed)
-    publish_report(configs[0])
+        run_claimed(claimed)
+    publish_report(cells[0].config)
     raise_alerts(cells, since=began)
-    if any(config.sinks for config in configs):
+    if any(cell.config.sinks for cell in cells):
         announce(cells, since=began)
 
 
-def run_claimed(configs: Sequence[EvaluationConfig], claimed: ClaimedCells) -> None:
+def run_claimed(claimed: ClaimedCells) -> None:
     """Evaluates the cells that this run can claim, each batch on a pool of its own."""
-    with tracing("evaluation", **{"assay.run": configs[0].run_name}):
-        while batch := claimed.next():
-            with provisioned(configs, stage_tokenizers(batch)) as serving:
-                schedule_cells(batch, serving, claimed=claimed)
+    while batch := claimed.next():
+        with (
+            tracing("evaluation", **{"assay.run": batch[0].config.run_name}),
+            provisioned(configs_of(batch), stage_tokenizers(batch)) as serving,
+        ):
+            schedule_cells(batch, serving, claimed=claimed)
 
 
 @pipeline("requalify", run_name="requalify {configs[0].place} · {label}")
@@ -90,5 +93,5 @@ def ask_again(configs: Sequence[EvaluationConfig], label: str, lists: Mapping[st
         with marked(configs):
             cells = plan_cells([as_served(config) for config in configs], [checkpoint])
             with ClaimedCells(cells, wait=True) as claimed:
-                run_claimed(configs, claimed)
+                run_claimed(claimed)
             return conclude(cells)

@@ -27,7 +27,7 @@ from tasks.policies.gate import conclude_policy, conclude_settled, with_early
 from tasks.policies.policy import Policy, check_policy_paths, own_gate
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, reconcile
 from tasks.policies.snapshot import Estimates, take_snapshot
-from tasks.prefect_server.client import end_reported, require_server
+from tasks.prefect_server.client import require_server
 from tasks.prefect_server.flow_runs import collapse_waiting, marked, settle_lost
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import now
@@ -80,18 +80,17 @@ def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy, gate:
     if deployment.id:
         collapse_waiting(deployment.id, current=str(flow_run.id))
         settle_lost(deployment.id)
-    with end_reported():
-        loaded_policy = load_policy(policy) if isinstance(policy, str) else policy
-        own = own_gate(loaded_policy)
-        if gate is not None:
-            require_whole(own, by=f"a policy that is judged by another gate, {gate.name}")
-        outcome = reconcile_once(loaded_policy)
-        if gate is not None:
-            conclude_policy(gate, loaded_policy, outcome.error)
-        elif own is not None:
-            conclude_settled(own, loaded_policy, outcome.error)
-        elif outcome.error is not None:
-            raise outcome.error
+    loaded_policy = load_policy(policy) if isinstance(policy, str) else policy
+    own = own_gate(loaded_policy)
+    if gate is not None:
+        require_whole(own, by=f"a policy that is judged by another gate, {gate.name}")
+    outcome = reconcile_once(loaded_policy)
+    if gate is not None:
+        conclude_policy(gate, loaded_policy, outcome.error)
+    elif own is not None:
+        conclude_settled(own, loaded_policy, outcome.error)
+    elif outcome.error is not None:
+        raise outcome.error
     return outcome.as_dict()
 
 
@@ -137,7 +136,7 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
                     planned, _ = with_expectations(_planned(group, listing, errors))
                     cells += planned
                     with marked(_configs(group)), _keeping_verdicts(listing, planned):
-                        run_pending(_configs(group), planned, wait=False)
+                        run_pending(planned, wait=False)
                 except AssayError as error:
                     errors.append(error)
                     report_event(f"{group[0].title} and {len(group) - 1} more: {error.found}")
@@ -237,10 +236,9 @@ def evaluate_cells(policy: Policy, cells: CellNames) -> dict[str, Any]:
         settle_lost(deployment.id)
     names = frozenset(cells.names)
     local_policy = policy.model_copy(update={"dispatch": "here", "max_usd": None})  # the sender has checked the budget
-    with end_reported():
-        outcome = reconcile_once(local_policy, only=lambda cell: name_of_cell(cell) in names)
-        if outcome.error is not None:
-            raise outcome.error
+    outcome = reconcile_once(local_policy, only=lambda cell: name_of_cell(cell) in names)
+    if outcome.error is not None:
+        raise outcome.error
     return outcome.as_dict()
 
 

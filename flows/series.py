@@ -23,4 +23,4 @@ def evaluate_checkpoints(
         gate: Gate on their scores; the flow run fails on NO-GO.
     """
     config = with_pinned_model(config)
-    return evaluate([config], plan(Request((config,), selection, gate)), gate=gate)
+    return evaluate(plan(Request((config,), selection, gate)), gate=gate)

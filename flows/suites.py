@@ -72,7 +72,7 @@ def _evaluate(
     suite: Suite, request: SuiteRequest, selection: CheckpointSelection, *, gate: Gate | None = None
 ) -> list[Record]:
     evaluations = tuple(suite.evaluations_of(with_pinned_model(request)))
-    return evaluate(evaluations, plan(Request(evaluations, selection, gate)), gate=gate)
+    return evaluate(plan(Request(evaluations, selection, gate)), gate=gate)
 
 
 _RUNNERS = {

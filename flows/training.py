@@ -16,11 +16,10 @@ from tasks.prefect_server.flow_runs import marked
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
-from tasks.running.announce import announce, raise_alerts
 from tasks.running.cells import Cell, as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.claims.files import claims_folder
-from tasks.running.conclude import conclude_by
+from tasks.running.conclude import announce, conclude_by, raise_alerts
 from tasks.running.early import require_whole
 from tasks.running.provisioning import prepare_environments, provisioned, served_alike
 from tasks.running.scheduler import schedule_cells
@@ -94,6 +93,6 @@ def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig], claimed
             with provisioned(configs, checkpoints) as serving:
                 cells.serving = serving
                 schedule_cells(cells.wanted, serving, arriving=cells.arrive(), configs=configs, claimed=claimed)
-        run_claimed(configs, claimed)
+        run_claimed(claimed)
     if cells.planned:
         publish_report(configs[0])

@@ -65,14 +65,12 @@ COMMANDS = {
         "cluster write": "cluster.cluster_write",
         "work-pools apply": "deployments.apply",
         "work-pools list": "deployments.list_",
-        "work-pools choose": "deployments.choose",
     },
     "Data and publishing": {
         "suites": "suites.suites",
         "stage": "suites.stage",
         "publish": "reports.publish",
-        "contamination scan": "contamination.scan_texts",
-        "contamination import": "contamination.import_flags",
+        "contamination": "contamination.contamination",
     },
 }
 """The function of each command, in a module of this folder, by panel of the help."""
@@ -83,7 +81,6 @@ GROUPS = {
     "eval-job": "Evaluations on GKE, each from a YAML file.",
     "cluster": "Ray clusters of regions, and a local cluster.",
     "work-pools": "The Prefect work pools of the regions.",
-    "contamination": "Questions that occur in training texts: scanned here, or imported.",
 }
 REMOVED = {
     "plan": "status --plan",
@@ -95,6 +92,9 @@ REMOVED = {
     "eval-job render": "eval-job submit FILE --output MANIFESTS, or --dry-run to print them",
     "eval-job fetch": "eval-job run --fetch",
     "cluster dashboard": "cluster status REGION --forward",
+    "work-pools choose": "work-pools list, with the same options",
+    "contamination scan": "contamination PATH --texts TEXTS",
+    "contamination import": "contamination PATH --found FILES --from TOOL",
 }
 """Earlier spellings, with the commands that replace them."""
 

@@ -1,43 +1,45 @@
-"""The commands about contaminated benchmarks: `assay contamination`."""
+"""`assay contamination`: questions that occur in training texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 from cyclopts import Parameter
 
-from flows.cli.options.pools import Positive
+from flows.cli.options.pools import Positive, refuse_with
 from flows.cli.records import Folder
 from flows.console.console import Json, note, print_json, say
-from resources.errors import BadInput
+from resources.errors import BadInput, exclusive
 from resources.storage.bounded_folder import size_text
-from tasks.contamination.imported import import_flags as imported
+from tasks.contamination.imported import import_flags
 from tasks.contamination.scan import ScanProgress, ScanSettings, scan
 from tasks.contamination.texts import TextSource, training_texts
 from tasks.records.questions.asked import AskedQuestion, every_question
-from tasks.records.questions.flags import Flags, Tool
+from tasks.records.questions.flags import Tool
 from tasks.records.record import find_records
 from tasks.reports.contamination import searched
 
-_Name = Annotated[str, Parameter(help="Name of the flags; those of the same name are replaced.")]
 
-
-def scan_texts(
+def contamination(
     path: Folder = "evaluations",
     /,
     *,
     texts: tuple[str, ...] = (),
     train_config: str | None = None,
     field: str = "text",
-    name: _Name = "scan",
     n: int = 13,
     shortest: int = 8,
     threshold: float = 0.5,
     processes: Annotated[int | None, Positive] = None,
+    found: tuple[str, ...] = (),
+    tool: Annotated[str, Parameter("--from")] = "list",
+    benchmark: str | None = None,
+    covers: tuple[str, ...] = (),
+    name: str | None = None,
     as_json: Json = False,
 ) -> None:
-    """Search training texts for the questions of all records.
+    """Search training texts for the questions of all records, or import what another tool found.
 
     Args:
         texts: Training texts, .jsonl, .parquet or .txt: a file, pattern or folder; repeatable.
@@ -47,54 +49,51 @@ def scan_texts(
         shortest: Words that a question needs to be looked for.
         threshold: Share of a question's n-grams that flags it.
         processes: Processes; the number of cores when left out.
+        found: Output of another tool: a file, pattern or folder; repeatable.
+        tool: With --found: decon (allenai/decon), marin (its datakit), or list.
+        benchmark: With --found: benchmark or pattern that the findings are about.
+        covers: With --found: benchmark that was looked for whole: the rest of it is clean; repeatable.
+        name: Name of the flags, scan or imported when left out; those of the same name are replaced.
     """
-    sources = [TextSource(location, field) for location in texts]
-    not_read: list[str] = []
-    if train_config is not None:
-        named, not_read = training_texts(train_config)
-        sources += named
+    scanned = bool(texts) or train_config is not None
+    if found and scanned:
+        raise exclusive("--found", "--texts" if texts else "--train-config")
+    if found:
+        known: Sequence[Tool] = [choice for choice in get_args(Tool) if choice != "assay"]
+        chosen = next((choice for choice in known if choice == tool), None)
+        if chosen is None:
+            raise BadInput(expected=f"--from {', '.join(known)}", found=tool, remedy="choose one of these")
+        about: dict[str, Any] = {"tool": chosen, "benchmark": benchmark, "covers": covers}
+        flags = import_flags(path, name or "imported", found, _questions(path), **about)
+    else:
+        importing = [option for option, value in {"--benchmark": benchmark, "--covers": covers}.items() if value]
+        refuse_with("--texts", importing, "it is about --found")
+        settings = ScanSettings(n=n, shortest=shortest, threshold=threshold)
+        sources, not_read = _sources(texts, train_config, field)
+        settings.check()
+        options: dict[str, Any] = {"not_read": not_read, "processes": processes, "on_progress": _show_progress}
+        flags = scan(path, name or "scan", sources, _questions(path), settings=settings, **options)
+    if as_json:
+        print_json(flags.search.model_dump(mode="json") | {"file": flags.uri, "sha256": flags.digest})
+    else:
+        say(*searched(flags.search), flags.uri)
+
+
+def _sources(texts: Sequence[str], train_config: str | None, field: str) -> tuple[list[TextSource], list[str]]:
+    named, not_read = training_texts(train_config) if train_config is not None else ([], [])
+    sources = [*(TextSource(location, field) for location in texts), *named]
     if not sources:
         raise BadInput(
-            expected="--texts or --train-config with training texts",
+            expected="--texts or --train-config with training texts, or --found with findings of another tool",
             found="; ".join(not_read) or "none",
             remedy="name files, such as --texts 'data/*.jsonl.gz'",
         )
-    settings = ScanSettings(n=n, shortest=shortest, threshold=threshold)
-    settings.check()
-
-    def show(progress: ScanProgress) -> None:
-        size = f"{size_text(progress.bytes)} of {size_text(progress.of_bytes)}"
-        note(f"{progress.parts:,} of {progress.of:,} parts, {size}")
-
-    options = {"not_read": not_read, "processes": processes, "on_progress": show}
-    _show(scan(path, name, sources, _questions(path), settings=settings, **options), as_json=as_json)
+    return sources, not_read
 
 
-def import_flags(
-    files: Annotated[tuple[str, ...], Parameter(help="Output of the tool: files, patterns or folders.")],
-    /,
-    *,
-    path: Folder = "evaluations",
-    tool: Annotated[str, Parameter("--from")] = "list",
-    benchmark: str | None = None,
-    covers: tuple[str, ...] = (),
-    name: _Name = "imported",
-    as_json: Json = False,
-) -> None:
-    """Import questions that another tool found: reports of decon, attributes of Marin's datakit, or a list.
-
-    Args:
-        tool: decon (allenai/decon), marin (its datakit), or list.
-        benchmark: Benchmark or pattern that the findings are about.
-        covers: Benchmark that was looked for whole: the rest of it is clean; repeatable.
-    """
-    known: Sequence[Tool] = [choice for choice in get_args(Tool) if choice != "assay"]
-    chosen = next((choice for choice in known if choice == tool), None)
-    if chosen is None:
-        raise BadInput(expected=f"--from {', '.join(known)}", found=tool, remedy="choose one of these")
-    _show(
-        imported(path, name, files, _questions(path), tool=chosen, benchmark=benchmark, covers=covers), as_json=as_json
-    )
+def _show_progress(progress: ScanProgress) -> None:
+    size = f"{size_text(progress.bytes)} of {size_text(progress.of_bytes)}"
+    note(f"{progress.parts:,} of {progress.of:,} parts, {size}")
 
 
 def _questions(path: str) -> list[AskedQuestion]:
@@ -106,10 +105,3 @@ def _questions(path: str) -> list[AskedQuestion]:
             remedy="evaluate something, or name another folder",
         )
     return questions
-
-
-def _show(flags: Flags, *, as_json: bool) -> None:
-    if as_json:
-        print_json(flags.search.model_dump(mode="json") | {"file": flags.uri, "sha256": flags.digest})
-        return
-    say(*searched(flags.search), flags.uri)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -14,16 +16,14 @@ from rich.table import Column, Table
 from flows.cli.options.pools import EngineOptions, Positive, resources_asked
 from flows.cli.policy import PolicyFile
 from flows.console.console import ERR, OUT, Json, print_json, say
-from flows.deploy.flows import deploy_to
 from flows.deploy.policies import PolicyDeployment, deploy_policy, watch_over_flow_runs
-from flows.deploy.regions import deploy_sent_flows
-from flows.deploy.watching import watch
+from flows.deploy.work_pools import deploy_sent_flows, deploy_to
 from resources.config import ResourceConfig
-from resources.errors import BadInput, exclusive
+from resources.errors import AssayError, BadInput, exclusive
 from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions, load_regions
 from resources.regions.work_pools import Source, choose_work_pool
-from tasks.policies.events import CompleteCheckpoint, checkpoint_of, listeners, send
+from tasks.policies.events import CompleteCheckpoint, WatchedRuns, checkpoint_of, listeners, send
 from tasks.policies.policy import Policy
 from tasks.prefect_server.client import limit_accelerators, require_server
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, apply_work_pools, wanted_work_pools, work_pool_states
@@ -113,6 +113,37 @@ def notify(
         say(outcome)
 
 
+def watch(
+    policy: Policy,
+    *,
+    every_seconds: float,
+    on_event: Callable[[str], None],
+    tell: Callable[[list[CompleteCheckpoint]], None] = send,
+    sleep: Callable[[float], None] = time.sleep,
+    looks: int | None = None,
+) -> None:
+    """Polls the runs of a policy and sends `checkpoint.complete` for new checkpoints; endless without `looks`.
+
+    Errors of stores and of the server are reported and retried; unsent events are sent later.
+    """
+    watched = WatchedRuns(policy)
+    number = 0
+    while looks is None or number < looks:
+        if number:
+            sleep(every_seconds)
+        number += 1
+        new_checkpoints: list[CompleteCheckpoint] = []
+        try:
+            new_checkpoints = watched.find_new()
+            tell(new_checkpoints)
+        except AssayError as error:
+            watched.forget(new_checkpoints)
+            on_event(f"looking again: {error.found}")
+        else:
+            for checkpoint in new_checkpoints:
+                on_event(f"{checkpoint.name} is complete: {checkpoint.uri}")
+
+
 def duration(text: str) -> timedelta:
     """Parses a time such as 30s, 10m, 2h or 1d."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
@@ -171,9 +202,28 @@ def apply(
     say(*(f"Made the automation '{made.name}'." for made in automations))
 
 
-def list_(*, regions: RegionsFile = None, as_json: Json = False) -> None:
-    """Show each region's work pool, and if a flow run would start there now."""
+def list_(
+    *,
+    machine: EngineOptions = EngineOptions(),
+    source: str | None = None,
+    gigabytes: float = 0.0,
+    max_egress_usd: float = 0.0,
+    regions: RegionsFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show each region's work pool, and if a flow run would start there now.
+
+    With options of a machine or --source, the work pool that the request would get, its job variables and cost.
+
+    Args:
+        source: Region where the checkpoints lie.
+        gigabytes: Size of all checkpoints in GB.
+        max_egress_usd: Most that reading from another region may cost.
+    """
     table = _regions(regions)
+    if machine.given() or source is not None:
+        _show_choice(machine, table, _source(table, source, gigabytes), max_egress_usd, as_json=as_json)
+        return
     places = {LOCAL_WORK_POOL: "this machine"} | {
         region.work_pool: region.name for region in table.regions if region.work_pool
     }
@@ -191,36 +241,24 @@ def list_(*, regions: RegionsFile = None, as_json: Json = False) -> None:
     OUT.print(shown)
 
 
-def choose(
-    *,
-    machine: EngineOptions = EngineOptions(),
-    source: str | None = None,
-    gigabytes: float = 0.0,
-    max_egress_usd: float = 0.0,
-    regions: RegionsFile = None,
-    as_json: Json = False,
-) -> None:
-    """Show the work pool that a request would get, with its job variables and cost.
+def _source(table: Regions, name: str | None, gigabytes: float) -> Source | None:
+    return Source(table.named(name).name, int(gigabytes * 10**9)) if name else None
 
-    Args:
-        source: Region where the checkpoints lie.
-        gigabytes: Size of all checkpoints in GB.
-        max_egress_usd: Most that reading from another region may cost.
-    """
-    table = _regions(regions)
-    resources = build_config(resources_asked(machine, regions=table), ResourceConfig, source="the options")
-    states = work_pool_states(entry.work_pool for entry in table.regions if entry.work_pool)
+
+def _show_choice(
+    machine: EngineOptions, table: Regions, source: Source | None, max_egress_usd: float, *, as_json: bool
+) -> None:
     choice = choose_work_pool(
-        resources,
+        build_config(resources_asked(machine, regions=table), ResourceConfig, source="the options"),
         regions=table,
-        states=states,
-        source=Source(table.named(source).name, int(gigabytes * 10**9)) if source else None,
+        states=work_pool_states(entry.work_pool for entry in table.regions if entry.work_pool),
+        source=source,
         max_egress_usd=Decimal(str(max_egress_usd)),
     )
     if as_json:
         print_json(choice.as_dict())
-        return
-    say(choice.described(), *(f"  {name}: {value}" for name, value in choice.job_variables.items()))
+    else:
+        say(choice.described(), *(f"  {name}: {value}" for name, value in choice.job_variables.items()))
 
 
 def _regions(file: Path | None) -> Regions:

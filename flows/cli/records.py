@@ -230,7 +230,7 @@ def _splits(records: Sequence[Record], path: str, filters: RecordFilter) -> list
         raise BadInput(
             expected=f"flags of questions in {storage.join(path, FOLDER)}",
             found="none",
-            remedy="assay contamination scan, or import",
+            remedy="assay contamination finds or imports them",
         )
     rows = splits_of(records, flags, evaluation_path=path)
     return [row for row in rows if filters.takes(row.metric.benchmark, row.metric.name)]

@@ -17,4 +17,4 @@ def evaluate_demo(configs: tuple[EvaluationConfig, ...], merged: EvaluationConfi
         configs: The evaluations of the checkpoints.
         merged: The evaluation of the merged checkpoint, with its name as model_path.
     """
-    return evaluate(configs, plan(Request(configs, merged=merged)))
+    return evaluate(plan(Request(configs, merged=merged)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,6 +80,11 @@ class Cell:
     @property
     def title(self) -> str:
         return f"{self.reference.name} · {self.config.evaluator.title}"
+
+
+def configs_of(cells: Iterable[Cell]) -> list[EvaluationConfig]:
+    """Returns the evaluations of cells, each once: all checkpoints share the object."""
+    return list({id(cell.config): cell.config for cell in cells}.values())
 
 
 def as_served(config: EvaluationConfig) -> EvaluationConfig:

@@ -17,7 +17,7 @@ from resources.tracing import mark, span_of_requests
 from tasks.errors import RecordUnwritten
 from tasks.prefect_server.progress import report_event
 from tasks.running.attempt import Interruption, RunResources
-from tasks.running.cells import Cell
+from tasks.running.cells import Cell, configs_of
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.native_jobs import MOST_IN_A_JOB, NativeJobs
 from tasks.running.run_cell import run_cell
@@ -68,7 +68,7 @@ def schedule_cells(
         claimed: claims of these cells; each is released when it has its outcome.
     """
     if configs is None:
-        configs = list({id(cell.config): cell.config for cell in cells}.values())
+        configs = configs_of(cells)
     evaluations = sum(not config.native for config in configs)
     at_once = evaluations + (serving.checkpoints_at_once if serving else 0)
     threads = ThreadPoolExecutor(max(1, at_once), thread_name_prefix="cell")

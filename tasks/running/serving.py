@@ -66,15 +66,18 @@ class PoolServing:
 
     @property
     def checkpoints_at_once(self) -> int:
+        """Number of checkpoints it works on at once."""
         return self.session.access.config.resource_config.replicas
 
     def bring(self, checkpoints: Sequence[Servable]) -> None:
+        """Registers more checkpoints before they are requested."""
         self.session.bring(checkpoints)
 
     def has_prompt_logprobs(self, name: str) -> bool:
+        """Returns True if a checkpoint returns prompt log-probabilities; sends a request if that is unknown."""
         return self.session.has_prompt_logprobs(name)
 
-    def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
+    def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> PoolCell:
         """Requests a checkpoint for a cell, as `PoolSession.open`; `in_chat` sends prompts through its template."""
         deaths, now = _deaths(self.session), time.time()
         self.shares.join(name, attempt, self.session.replica_seconds(name))
@@ -84,11 +87,13 @@ class PoolServing:
             self.shares.leave(name, attempt)
             raise
         known = {**vars(opened), "running": replace(opened.running, apply_chat_template=in_chat)}
-        return _PoolCell(**known, session=self.session, shares=self.shares, deaths_before=deaths, opened_at=now)
+        return PoolCell(**known, session=self.session, shares=self.shares, deaths_before=deaths, opened_at=now)
 
 
 @dataclass(frozen=True, eq=False)
-class _PoolCell(OpenCell):
+class PoolCell(OpenCell):
+    """A checkpoint of a pool that serves an attempt at a cell, now or once it is loaded."""
+
     session: PoolSession
     shares: SharedSeconds
     deaths_before: frozenset[tuple[str, int, str | None]]
@@ -96,12 +101,14 @@ class _PoolCell(OpenCell):
     weighed: tuple[float, ...] = ()
 
     def check(self) -> None:
+        """Raises if the pool cannot serve the checkpoint any more."""
         self.session.check(self.running.model)
 
     def prove_unchanged(self) -> None:
         pass  # each answer comes from a replica that has verified its weights
 
     def counts(self) -> dict[str, int]:
+        """Returns the requests of this attempt so far, by outcome."""
         return asdict(self.session.cell_counts(self))
 
     def asked_all(self) -> dict[str, Any]:
@@ -121,6 +128,7 @@ class _PoolCell(OpenCell):
         return {**served, "engine_errors": errors} if errors else served
 
     def close(self, *, finished: bool) -> None:
+        """Ends the attempt; `finished` is True if the cell has its record, so that its answers are not needed again."""
         self.shares.leave(self.running.model, self.attempt)  # if the pool was gone before asked_all
         self.session.close_cell(self, finished=finished)
 
@@ -158,7 +166,7 @@ class EndpointServing:
     def has_prompt_logprobs(self, name: str) -> bool:
         return self._engine.has_prompt_logprobs(self._model(name))
 
-    def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
+    def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> EndpointCell:
         """Finds the checkpoint among the model names that the endpoint offers."""
         model = self._model(name)
         only_chat = False
@@ -181,7 +189,7 @@ class EndpointServing:
             api_key=self._key,
         )
         weighed = () if only_chat else self._engine.canary(model, prompt_logprobs=prompt_logprobs)
-        return _EndpointCell(running, self._engine, weighed)
+        return EndpointCell(running, self._engine, weighed)
 
     def _model(self, name: str) -> str:
         offered = self._engine.model_names()
@@ -198,7 +206,10 @@ class EndpointServing:
 
 
 @dataclass(frozen=True, eq=False)
-class _EndpointCell:
+class EndpointCell:
+    """An external endpoint that serves an attempt at a cell, as `PoolCell`, with the log-likelihoods of fixed texts
+    before the first request."""
+
     running: RunningModel
     engine: EngineClient
     weighed: tuple[float, ...]
@@ -235,7 +246,7 @@ class _EndpointCell:
     def close(self, *, finished: bool) -> None: ...
 
 
-ServedCell = _PoolCell | _EndpointCell
+ServedCell = PoolCell | EndpointCell
 """A checkpoint that serves an attempt at a cell, now or once it is loaded."""
 Serving = PoolServing | EndpointServing
 """A source of served checkpoints."""

@@ -1,4 +1,4 @@
-"""Searches made training texts for 14,042 questions: `assay contamination scan`, and a plain search with a set.
+"""Searches made training texts for 14,042 questions: `assay contamination`, and a plain search with a set.
 
     make bench NAME=contamination
     python tests/benchmarks/contamination.py [--megabytes 400] [--plain-megabytes 40]

@@ -19,7 +19,7 @@ from fakes.alerts import publish_drop
 from fakes.polling import eventually
 from fakes.receiver import receiver
 from tasks.records.record import now
-from tasks.running.announce import raise_alerts
+from tasks.running.conclude import raise_alerts
 from tasks.verdicts.alert_files import read_alerts
 
 pytestmark = pytest.mark.usefixtures("prefect_api")

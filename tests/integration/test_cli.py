@@ -295,7 +295,7 @@ def test_work_pools_are_listed_and_a_pool_with_a_worker_is_chosen(tmp_path: Path
     httpx.post(worker, json={"name": "idle"}).raise_for_status()
     listed = invoke(["work-pools", "list", *asked])
     assert {pool["work_pool"]: pool["ready"] for pool in json.loads(listed.stdout)}[region["work_pool"]] is True
-    chosen = invoke(["work-pools", "choose", "--cpu", "2", *asked])
+    chosen = invoke(["work-pools", "list", "--cpu", "2", *asked])
     assert chosen.exit_code == 0, (chosen.output, chosen.exception)
     assert (json.loads(chosen.stdout)["work_pool"], json.loads(chosen.stdout)["region"]) == (
         region["work_pool"],

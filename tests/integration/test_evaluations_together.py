@@ -95,7 +95,7 @@ def evaluation(run: Path, benchmark: str, **changes: Any) -> EvaluationConfig:
 
 
 def evaluated(configs: list[EvaluationConfig], checkpoints: list[Checkpoint]) -> list[Record]:
-    return evaluate(configs, plan_checkpoints(configs, checkpoints))
+    return evaluate(plan_checkpoints(configs, checkpoints))
 
 
 def by_benchmark(run: Path) -> dict[str, Record]:

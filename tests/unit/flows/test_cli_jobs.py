@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from fakes.cli import invoke
-from flows.cli.jobs import PlaceOptions, SubmitOptions, job_name, request_of
+from flows.cli.jobs import PlaceOptions, SubmitOptions, ending_of, follow, is_lost, job_name, request_of
 from flows.cli.options.pools import MachineOptions
-from flows.console.job_following import ending_of, follow, is_lost
 from resources.backends.local.client import LocalClient
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, NoMatchingRegion

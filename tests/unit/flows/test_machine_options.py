@@ -12,9 +12,9 @@ from cyclopts import App
 from fakes.jobs import FakeClient
 from fakes.models import write_run
 from fakes.records import make_record
+from flows.cli.evaluate import DryRun, plan_of
 from flows.cli.options.evaluations import EvaluationOptions, evaluation_from_options
 from flows.cli.options.pools import POOL_OPTIONS, PoolOptions
-from flows.console.dry_run import DryRun, plan_of
 from resources.backends.current import set_current_client
 from resources.backends.iris.resources import Group, check_groups
 from resources.backends.iris.resources import placement as on_iris

@@ -54,12 +54,12 @@ def request_of_run(tmp_path: Path) -> SuiteRequest:
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Evaluated]:
     handed: list[Evaluated] = []
 
-    def plan(request: Request) -> list[Checkpoint]:
+    def plan(request: Request) -> Evaluated:
         [config, *_] = request.configs
-        return discover(config.model_path, request.selection, **layouts_for(request.configs))
+        return request.configs, discover(config.model_path, request.selection, **layouts_for(request.configs))
 
     monkeypatch.setattr(flows, "plan", plan)
-    monkeypatch.setattr(flows, "evaluate", lambda *given, gate: handed.append(given))
+    monkeypatch.setattr(flows, "evaluate", lambda made, gate: handed.append(made))
     return handed
 
 

@@ -17,7 +17,7 @@ from prefect.utilities.templating import apply_values
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
 from fakes.broken_servers import broken_server
-from flows.deploy.flows import DEPLOYMENTS, deployments_for
+from flows.deploy.work_pools import DEPLOYMENTS, deployments_for
 from resources.config import ResourceConfig
 from resources.errors import BadInput, NoUsableWorkPool, UnsatisfiableResources
 from resources.regions.region_table import Regions, WorkPoolType

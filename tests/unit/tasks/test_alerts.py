@@ -26,8 +26,8 @@ from tasks.policies.policy import read_overrides
 from tasks.prefect_server.progress import RaisedAlert, Update, listening
 from tasks.records.index import indexed_records
 from tasks.records.record import find_records, now
-from tasks.running.announce import raise_alerts
 from tasks.running.claims.files import claims_folder, read_claims
+from tasks.running.conclude import raise_alerts
 from tasks.verdicts import alert_events as events
 from tasks.verdicts.alert_events import News, event_of, find_news, tell_server
 from tasks.verdicts.alert_files import (

@@ -54,9 +54,9 @@ from tasks.records.record import (
     write_record,
 )
 from tasks.records.samples import Sample
-from tasks.running.announce import announce
 from tasks.running.attempt import Interruption, RunResources
 from tasks.running.cells import Cell, standing_record
+from tasks.running.conclude import announce
 from tasks.running.pricing import cost_of
 from tasks.running.run_cell import run_cell
 from tasks.running.serving import EndpointServing, PoolServing

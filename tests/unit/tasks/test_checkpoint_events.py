@@ -13,8 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from fakes.cli import invoke
 from fakes.models import write_checkpoint
 from fakes.policies import write_policy
-from flows.cli.deployments import duration
-from flows.deploy.watching import watch
+from flows.cli.deployments import duration, watch
 from resources.errors import AssayError, BadInput
 from tasks.errors import PrefectUnavailable
 from tasks.policies.events import CompleteCheckpoint, WatchedRuns, checkpoint_of, resources_of

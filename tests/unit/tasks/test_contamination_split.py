@@ -214,7 +214,7 @@ def test_scan_of_a_training_configuration_flags_questions_of_records(tmp_path: P
     config = {"training": {"train_config": {"data": data}}}
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
     search = json.loads(
-        run("contamination", "scan", str(tmp_path / "e"), "--train-config", str(tmp_path / "train.yaml"), "--json")
+        run("contamination", str(tmp_path / "e"), "--train-config", str(tmp_path / "train.yaml"), "--json")
     )
     assert (search["questions"], search["flagged"], search["words"]) == (2, 1, 18)
     assert search["not_read"] == ["hub: data set o/d of a hub; scan its files with --texts"]

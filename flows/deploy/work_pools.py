@@ -1,10 +1,15 @@
-"""Deploys the flows that are sent to work pools, in each region, together with the work pools."""
+"""Deploys flows to work pools: those that are sent there, or all of `deployments/prefect.yaml`."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import yaml
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import ObjectNotFound
@@ -14,11 +19,45 @@ from flows.reconcile import evaluate_cells
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from resources.regions.region_table import Regions
+from resources.settings import deployment_data
+from resources.storage.yaml_text import load_yaml
+from tasks.errors import DeploymentFailed
 from tasks.policies.dispatch import TAG
 from tasks.prefect_server.client import prefect_client
 
+DEPLOYMENTS = deployment_data("prefect.yaml")
+"""Every flow, as deployed to the work pool of this machine."""
 SENT: tuple[Flow[..., Any], ...] = (evaluate_cells, evaluate_checkpoints, evaluate_suite)
 """The flows that are sent: by a policy, by `assay evaluate` with benchmarks, and with a suite."""
+
+
+def deployments_for(work_pool: str, *, name: str) -> dict[str, Any]:
+    """Returns `deployments/prefect.yaml` for another work pool, without schedules and triggers."""
+    content: dict[str, Any] = load_yaml(DEPLOYMENTS.read_text())
+    content["deployments"] = [
+        {
+            **{key: value for key, value in deployment.items() if key not in ("schedules", "triggers")},
+            "name": name,
+            "work_pool": {"name": work_pool},
+        }
+        for deployment in content["deployments"]
+    ]
+    return content
+
+
+def deploy_to(work_pool: str, *, name: str) -> None:
+    """Deploys every flow to a work pool, and replaces deployments of that name."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prefect.yaml"
+        file.write_text(yaml.safe_dump(deployments_for(work_pool, name=name), sort_keys=False))
+        command = ["-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+        ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise DeploymentFailed(
+            expected=f"the flows deployed to the work pool {work_pool}",
+            found=(ended.stdout + ended.stderr).strip()[-2000:],
+            remedy="correct what Prefect complains about, and apply again",
+        )
 
 
 def deploy_sent_flows(regions: Regions, *, dry_run: bool = False) -> dict[str, list[str]]:
