@@ -333,15 +333,14 @@ def environments_list() -> str:
 
 
 def tpu_list() -> str:
-    """Lists slices of each kind together: their sizes, and their numbers of chips, VMs and hosts."""
+    """Lists slices of each kind together: their sizes, and their numbers of chips and VMs."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for slice_ in TPU_TOPOLOGIES.values():
         generation, _, size = slice_.variant.partition("-")
         chips = "N chips" if slice_.chips == int(size) else f"N/{int(size) // slice_.chips} chips"
         assert slice_.chips == slice_.vms * slice_.chips_per_vm
         vms = "1 VM" if slice_.vms == 1 else f"a VM for {slice_.chips_per_vm} chips"
-        hosts = "1 host" if slice_.hosts == 1 else f"a host for {slice_.chips // slice_.hosts}"
-        kinds.setdefault((f"{generation}-N", f"{chips}, {vms}, {hosts}"), []).append(size)
+        kinds.setdefault((f"{generation}-N", f"{chips}, {vms}"), []).append(size)
     return "".join(entry(name, f"N = {', '.join(sizes)}", rest) for (name, rest), sizes in kinds.items())
 
 
