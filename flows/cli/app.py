@@ -94,7 +94,7 @@ REMOVED = {
     "cluster dashboard": "cluster status REGION --forward",
     "work-pools choose": "work-pools list, with the same options",
     "contamination scan": "contamination PATH --texts TEXTS",
-    "contamination import": "contamination PATH --found FILES --from TOOL",
+    "contamination import": "contamination PATH --findings FILES --from TOOL",
 }
 """Earlier spellings, with the commands that replace them."""
 

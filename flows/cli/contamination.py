@@ -32,7 +32,7 @@ def contamination(
     shortest: int = 8,
     threshold: float = 0.5,
     processes: Annotated[int | None, Positive] = None,
-    found: tuple[str, ...] = (),
+    findings: tuple[str, ...] = (),
     tool: Annotated[str, Parameter("--from")] = "list",
     benchmark: str | None = None,
     covers: tuple[str, ...] = (),
@@ -49,25 +49,25 @@ def contamination(
         shortest: Words that a question needs to be looked for.
         threshold: Share of a question's n-grams that flags it.
         processes: Processes; the number of cores when left out.
-        found: Output of another tool: a file, pattern or folder; repeatable.
-        tool: With --found: decon (allenai/decon), marin (its datakit), or list.
-        benchmark: With --found: benchmark or pattern that the findings are about.
-        covers: With --found: benchmark that was looked for whole: the rest of it is clean; repeatable.
+        findings: Output of another tool: a file, pattern or folder; repeatable.
+        tool: With --findings: decon (allenai/decon), marin (its datakit), or list.
+        benchmark: With --findings: benchmark or pattern that the findings are about.
+        covers: With --findings: benchmark that was looked for whole: the rest of it is clean; repeatable.
         name: Name of the flags, scan or imported when left out; those of the same name are replaced.
     """
     scanned = bool(texts) or train_config is not None
-    if found and scanned:
-        raise exclusive("--found", "--texts" if texts else "--train-config")
-    if found:
+    if findings and scanned:
+        raise exclusive("--findings", "--texts" if texts else "--train-config")
+    if findings:
         known: Sequence[Tool] = [choice for choice in get_args(Tool) if choice != "assay"]
         chosen = next((choice for choice in known if choice == tool), None)
         if chosen is None:
             raise BadInput(expected=f"--from {', '.join(known)}", found=tool, remedy="choose one of these")
         about: dict[str, Any] = {"tool": chosen, "benchmark": benchmark, "covers": covers}
-        flags = import_flags(path, name or "imported", found, _questions(path), **about)
+        flags = import_flags(path, name or "imported", findings, _questions(path), **about)
     else:
         importing = [option for option, value in {"--benchmark": benchmark, "--covers": covers}.items() if value]
-        refuse_with("--texts", importing, "it is about --found")
+        refuse_with("--texts", importing, "it is about --findings")
         settings = ScanSettings(n=n, shortest=shortest, threshold=threshold)
         sources, not_read = _sources(texts, train_config, field)
         settings.check()
@@ -84,7 +84,7 @@ def _sources(texts: Sequence[str], train_config: str | None, field: str) -> tupl
     sources = [*(TextSource(location, field) for location in texts), *named]
     if not sources:
         raise BadInput(
-            expected="--texts or --train-config with training texts, or --found with findings of another tool",
+            expected="--texts or --train-config with training texts, or --findings with findings of another tool",
             found="; ".join(not_read) or "none",
             remedy="name files, such as --texts 'data/*.jsonl.gz'",
         )

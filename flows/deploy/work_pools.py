@@ -1,4 +1,4 @@
-"""Deploys flows to work pools: those that are sent there, or all of `deployments/prefect.yaml`."""
+"""Deploys flows to work pools: the flows that are sent there, or all of `deployments/prefect.yaml`."""
 
 from __future__ import annotations
 
