@@ -306,6 +306,13 @@ def test_programs_compute_on_the_device_of_their_job_or_not_at_all(device: Devic
     assert device_variables(device) == variables
 
 
+def test_variables_of_a_job_win_over_those_of_its_device(client: LocalClient) -> None:
+    environment = create_environment(env_vars={"JAX_PLATFORMS": "cpu,own"})
+    job = client.submit(job_request("echo $JAX_PLATFORMS", environment=environment))
+    assert job.wait(30) is JobStatus.SUCCEEDED
+    assert job.logs() == "cpu,own"
+
+
 def test_job_that_another_process_is_just_submitting_can_be_terminated(client: LocalClient, tmp_path: Path) -> None:
     submitted: list[LocalJob] = []
     request = job_request(f"echo $$ > {tmp_path}/pid; {FOR_EVER}")
