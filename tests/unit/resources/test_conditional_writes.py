@@ -119,7 +119,7 @@ def test_file_is_deleted_only_if_it_is_what_was_read(uri: str):
     assert read_version(uri) is None
 
 
-def test_file_whose_folder_is_gone_is_not_replaced(tmp_path: Path):
+def test_file_in_a_removed_folder_is_not_replaced(tmp_path: Path):
     file = tmp_path / "folder" / "file"
     storage.write_bytes(str(file), b"first")
     standing = read_version(str(file))

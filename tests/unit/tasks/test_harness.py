@@ -40,7 +40,7 @@ MODEL = planned_model()
 
 
 def fake(behaviour: str, copies: Mapping[str, str] | None = None) -> Commanded:
-    """Returns an evaluator whose program behaves as asked."""
+    """Returns an evaluator with a program that behaves as asked."""
 
     def made(model: EvaluatedModel, output: Path, python: Path) -> HarnessCommand:
         assert isinstance(model, RunningModel)

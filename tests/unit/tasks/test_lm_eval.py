@@ -401,7 +401,7 @@ def withheld(folder: Path) -> tuple[int, int, int]:
     ],
     ids=["fewer", "twice", "none", "cut"],
 )
-def test_parse_samples_that_are_not_one_for_each_question_are_withheld(
+def test_parse_samples_that_differ_in_number_from_the_questions_are_withheld(
     recorded: Path, benchmark: str, edit: Callable[[list[bytes]], list[bytes]], counts: tuple[int, int, int]
 ):
     path = samples_file(recorded, benchmark)
