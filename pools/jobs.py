@@ -21,12 +21,11 @@ def pool_environment(config: InferencePoolConfig, *, env_vars: Mapping[str, str]
 
     Its workspace is an empty folder: the caller's folder is not sent along.
     """
-    if config.resource_config.image is not None:
-        image = config.resource_config.image
-        return create_environment(docker_image=image, env_vars=dict(env_vars), inherited=inheritance.SERVICE)
-    workspace = settings().cache_dir / "empty"
-    workspace.mkdir(parents=True, exist_ok=True)
-    return create_environment(workspace=workspace, env_vars=dict(env_vars), inherited=inheritance.SERVICE)
+    image, workspace = config.resource_config.image, None
+    if image is None:
+        workspace = settings().cache_dir / "empty"
+        workspace.mkdir(parents=True, exist_ok=True)
+    return create_environment(docker_image=image, workspace=workspace, env_vars=env_vars, inherited=inheritance.SERVICE)
 
 
 def labelled(name: str, label: str | None, suffix: str) -> str:
@@ -56,9 +55,5 @@ class Restarts:
         return len(self._deaths) <= self._most
 
     @property
-    def count(self) -> int:
-        return len(self._deaths)
-
-    @property
     def last(self) -> str:
-        return f"for the {self.count}. time in ten minutes"
+        return f"for the {len(self._deaths)}. time in ten minutes"

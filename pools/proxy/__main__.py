@@ -19,7 +19,7 @@ import sys
 
 from pools.journal.store import Journal
 from pools.proxy.client import JournalFlags, ProxySettings
-from pools.proxy.connections.listener import Listener
+from pools.proxy.connections.listener import Listener, borrowed
 from pools.proxy.connections.reading import Bounds
 from pools.proxy.connections.room import BodyRoom
 from pools.proxy.connections.upstream import Upstream
@@ -27,7 +27,6 @@ from pools.proxy.counters import Tally
 from pools.proxy.forwarding import Forwarder
 from pools.proxy.routing import RoutingTable
 from pools.proxy.server import ProxyServer
-from pools.proxy.standing_socket import borrowed
 from pools.proxy.users import Cells
 from pools.settings import ProxyKeys, proxy_keys
 from resources.errors import ProxyFailed

@@ -22,7 +22,7 @@ class Tally:
     """Everything the proxy counts. Model names come from the pool only: a client cannot add any."""
 
     by_status: Counter[int] = field(default_factory=Counter)
-    models: dict[str, RequestCounters] = field(default_factory=dict)
+    models: defaultdict[str, RequestCounters] = field(default_factory=lambda: defaultdict(RequestCounters))
     cells: OrderedDict[tuple[str, str], RequestCounters] = field(default_factory=OrderedDict)
     """Counts by cell and attempt; the oldest are dropped."""
     latency_buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_SECONDS) + 1))
@@ -42,12 +42,6 @@ class Tally:
             for phase, seconds in load.phases.items():
                 self.load_seconds[name, phase] += seconds
             self._last_load[name, announcement.instance] = load.number
-
-    def model(self, name: str) -> RequestCounters:
-        known = self.models.get(name)
-        if known is None:
-            known = self.models[name] = RequestCounters()
-        return known
 
     def cell(self, cell: str, attempt: str) -> RequestCounters:
         known = self.cells.get((cell, attempt))

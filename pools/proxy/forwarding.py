@@ -14,8 +14,7 @@ from pools.journal.cells import CellScope
 from pools.journal.keys import Subject, question
 from pools.journal.store import Claim, Journal, StoredAnswer
 from pools.protocol import ProxyLimits, RequestCounters, ServedModel
-from pools.proxy.connections.messages import ClientGone, Reply, Request, Responder
-from pools.proxy.connections.replies import Refusal, no_room, unknown_model
+from pools.proxy.connections.messages import ClientGone, Refusal, Reply, Request, Responder, no_room, unknown_model
 from pools.proxy.connections.upstream import Call, Upstream
 from pools.proxy.counters import CLIENT_LEFT, Tally, count
 from pools.proxy.probes import Probes, engine_metrics
@@ -118,7 +117,7 @@ class Forwarder:
     def _tallies(self, asked: Asked | None, scope: CellScope | None) -> list[RequestCounters]:
         tallies = []
         if asked is not None and asked.model in (self._table.models or {}):
-            tallies.append(self._tally.model(asked.model))
+            tallies.append(self._tally.models[asked.model])
         if scope is not None:
             tallies.append(self._tally.cell(scope.cell, scope.attempt))
         return tallies

@@ -10,7 +10,7 @@ from pathlib import Path
 from pools.config import InferencePoolConfig
 from pools.jobs import Restarts, labelled, placed_with, pool_environment
 from pools.proxy.client import JournalFlags, ProxyAddress, ProxySettings, wait_for_address
-from pools.proxy.standing_socket import lent, standing_socket
+from pools.proxy.connections.listener import lent, standing_socket
 from pools.settings import ProxyKeys
 from resources.config import ResourceConfig
 from resources.errors import BadInput, ProxyFailed

@@ -14,8 +14,7 @@ import orjson
 from pools.endpoint import GENERATE as _GENERATE
 from pools.journal.answers import AnswerFacts, judge, judge_response, judge_tokens
 from pools.journal.terms import NO_TERMS, Terms, TokenTerms, terms_of, token_terms_of
-from pools.proxy.connections.messages import Header, Reply, Request, Responder
-from pools.proxy.connections.replies import OURS_TO_KEEP, Refusal, passed_on
+from pools.proxy.connections.messages import OURS_TO_KEEP, Header, Refusal, Reply, Request, Responder, passed_on
 from pools.proxy.connections.room import AnswerShare
 from pools.proxy.connections.stream import EventRelay
 from pools.proxy.connections.upstream import Call, Lost, NotConnected, TakenAway, TimedOut

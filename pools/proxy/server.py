@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from pools.journal.cells import CellScope
 from pools.protocol import NAME_PATTERN, Announcement, DesiredState, Lease, Orders, ProxyLimits, ProxyStatus
-from pools.proxy.connections.messages import Head, Reply, Request, Responder
-from pools.proxy.connections.replies import Refusal, unknown_model
+from pools.proxy.connections.messages import Head, Refusal, Reply, Request, Responder, unknown_model
 from pools.proxy.counters import Tally, prometheus_text
 from pools.proxy.forwarding import Forwarder
 from pools.proxy.replicas import RoutedReplica

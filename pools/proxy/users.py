@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pools.journal.cells import CellScope
 from pools.journal.store import Journal
 from pools.protocol import JournalStatus, Lease, LeaseStatus, ServedModel
-from pools.proxy.connections.replies import Refusal
+from pools.proxy.connections.messages import Refusal
 
 _REMEMBERED = 10_000
 """Most remembered cells that were opened or closed at this proxy: late requests cannot open another attempt at them."""

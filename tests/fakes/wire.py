@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from pools.proxy.connections.messages import Head, Reply, Request, Responder
-from pools.proxy.connections.replies import Refusal
+from pools.proxy.connections.messages import Head, Refusal, Reply, Request, Responder
 
 
 @dataclass

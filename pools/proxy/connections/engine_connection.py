@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from pools.protocol import NO_KEYS, EngineKeys
-from pools.proxy.connections.messages import Header
-from pools.proxy.connections.replies import HOP_BY_HOP
+from pools.proxy.connections.messages import HOP_BY_HOP, Header
 
 ENGINE_TARGETS = frozenset(
     {

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import httptools
 
-from pools.proxy.connections.messages import Head, Header, Reply, Request
-from pools.proxy.connections.replies import Refusal, no_room
+from pools.proxy.connections.messages import Head, Header, Refusal, Reply, Request, no_room
 from pools.proxy.connections.room import AnswerShare, BodyRoom
 
 MAX_HEAD_BYTES = 64 * 2**10

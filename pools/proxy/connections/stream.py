@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pools.proxy.connections.messages import Header, Responder
-from pools.proxy.connections.replies import error_event
+from pools.proxy.connections.messages import Header, Responder, error_event
 
 KEPT_BYTES = 8 * 2**20
 _DONE = b"[DONE]"

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import cast
 
-from pools.proxy.connections.messages import Application, ClientGone, Header, Reply, Request
+from pools.proxy.connections.messages import Application, ClientGone, Header, Refusal, Reply, Request
 from pools.proxy.connections.reading import BETWEEN, BODY, HEAD, NOTHING, Bounds, RequestReader, Turn
-from pools.proxy.connections.replies import Refusal
 
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 64 * 2**20
