@@ -113,6 +113,13 @@ class SlurmCluster:
             slurm, folder=folder, grace_seconds=grace_seconds, poll_seconds=0.3, lease_seconds=lease_seconds
         )
 
+    def is_idle(self) -> bool:
+        """Returns True once all nodes have registered; fails if a program of the cluster has ended."""
+        for name, program in self.programs.items():
+            assert program.poll() is None, f"{name} ended with {program.returncode}: see its log in {self.folder}"
+        states = subprocess.run(["sinfo", "-h", "-o", "%T %D"], capture_output=True, text=True, check=False)
+        return states.stdout == f"idle {len(NODES)}\n"
+
     def knows(self, slurm_id: str) -> bool:
         """Returns True until slurmctld has forgotten a job; it checks every 10 s."""
         return not subprocess.run(["scontrol", "show", "job", slurm_id], capture_output=True, check=False).returncode
@@ -175,7 +182,7 @@ def start_cluster(folder: Path, *, accounting: bool = False) -> Iterator[SlurmCl
             programs["slurmctld"] = _started(folder, "slurmctld", "-D", "-c")
             for node in NODES:
                 cluster.start_node(node)
-            eventually(lambda: cluster.command("sinfo", "-h", "-o", "%T %D") == f"idle {len(NODES)}\n")
+            eventually(cluster.is_idle)
             yield cluster
         finally:
             subprocess.run(["scancel", "--full", "--signal=KILL", f"--user={os.getuid()}"], check=False)
