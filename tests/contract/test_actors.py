@@ -17,6 +17,7 @@ import pytest
 
 from fakes.clients import CLIENTS
 from fakes.polling import eventually
+from fakes.shared import closed_before
 from resources.actors.actors import ActorHandle, actor_variables, create_actor, create_actor_group, get_actor
 from resources.actors.leased_queue import LeasedQueue, LeaseLost
 from resources.backends.current import current_client
@@ -134,8 +135,8 @@ def _classes_travel() -> Iterator[None]:
 @pytest.fixture(scope="module", params=sorted(CLIENTS))
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     client = CLIENTS[request.param](tmp_path_factory.mktemp("actors"))
-    yield client
-    client.shutdown()
+    with closed_before(client, client.shutdown):
+        yield client
 
 
 @pytest.fixture(scope="module")

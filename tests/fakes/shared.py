@@ -26,6 +26,15 @@ def shared(start: Callable[[], Iterator[Value]]) -> Callable[[], Value]:
     return started
 
 
+@contextmanager
+def closed_before(value: Value, close: Callable[[], None]) -> Iterator[Value]:
+    """Yields a user of shared resources, closed at the end of the block or of the resources, whichever comes first."""
+    with ExitStack() as user:
+        user.callback(close)
+        _running.callback(user.close)
+        yield value
+
+
 @atexit.register
 def end_shared() -> None:
     """Ends all of them; the next call starts a new resource."""
