@@ -114,8 +114,10 @@ class SlurmJob(FolderJob):
         has_cancelled = False
         for pause_seconds in growing_pauses():
             seen = self._slurm.state_now(self._slurm_id) if self._slurm_id else None
-            status = JobStatus(self._details(self._read(), seen)["status"])
-            if status.finished and (seen is None or seen.has_ended):
+            details = self._details(self._read(), seen)
+            if JobStatus(details["status"]).finished and (seen is None or seen.has_ended):
+                if details != self._read():
+                    self._write(details)
                 return
             if seen is not None and seen.is_waiting:
                 self._slurm.cancel(self._slurm_id)

@@ -131,3 +131,12 @@ def test_submitter_lets_a_job_that_is_to_stop_end(tmp_path: Path) -> None:
     cluster.seen = Seen("CANCELLED")
     assert not handle.renew()
     assert (cluster.orders, handle.status()) == (["cancel"], JobStatus.STOPPED)
+
+
+def test_terminated_job_has_ended_for_readers_with_an_older_view(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, cluster = job(tmp_path, Seen("RUNNING"))
+    monkeypatch.setattr(cluster, "state_now", lambda slurm_id: Seen("CANCELLED"))
+    handle.terminate()
+    assert handle.status() is JobStatus.STOPPED
