@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from demo_tokenizer import build_tokenizer
 from demo_world import END, training_text
@@ -30,7 +31,7 @@ def write_texts(path: Path, *, texts: int, seed: int) -> None:
 
 def write_reference(folder: Path) -> None:
     """Writes the tokenizer and a model configuration for it."""
-    tokenizer = build_tokenizer()
+    tokenizer: Any = build_tokenizer()
     tokenizer.save_pretrained(folder)
     LlamaConfig(
         architectures=["LlamaForCausalLM"],

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import torch
 from demo_tokenizer import CONTEXT_TOKENS, build_tokenizer
@@ -50,7 +51,7 @@ VERDICT_WEIGHT = 6.0
 """A verdict is a single token among hundreds; with the weight of the others it is not learnt in so few steps."""
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def build_model(tokenizer: Any) -> LlamaForCausalLM:
     """Returns a Llama of half a million parameters in float32, newly initialised."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -97,7 +98,7 @@ def checkpoint_steps(steps: int, checkpoints: int) -> list[int]:
     return sorted({step for step in planned if 0 < step < steps} | {steps})
 
 
-def next_batch(source: random.Random, tokenizer: PreTrainedTokenizerFast) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def next_batch(source: random.Random, tokenizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns the parts of a batch, by length: token ids and their loss weights, both [texts, tokens of the longest].
 
     Each text starts at position 0, as prompts do. Padding and the judge's input have weight 0.
@@ -158,7 +159,7 @@ class Learner:
             loss = (losses * weights[:, 1:]).sum() / whole
             loss.backward()
             mean += loss.item()
-        parameters = list(self._model.parameters())
+        parameters: list[Any] = list(self._model.parameters())
         own = torch.cat([*(parameter.grad.flatten() for parameter in parameters), torch.tensor([mean])])
         self._gradients[rank] = own
         self._meeting.wait()

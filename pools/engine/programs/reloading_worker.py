@@ -88,12 +88,12 @@ class ReloadingWorker:
 def forget_kernels_of_experts(model: torch.nn.Module) -> None:
     """Resets the experts' kernels, so that loading rebuilds them: only then are their weights packed."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
-def pack_again(model: torch.nn.Module) -> None:
+def pack_again(model: Any) -> None:
     """Packs each layer again that has kept its weight as well as the packed copy."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -101,7 +101,7 @@ def pack_again(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def fill_convolutions(model: torch.nn.Module) -> None:
+def fill_convolutions(model: Any) -> None:
     """Copies each packed convolution's weight into the buffer that its mixer reads."""
     for module in model.modules():
         unpacked = getattr(getattr(module, "conv1d", None), "_cpu_unpacked_conv_weight", None)
@@ -109,7 +109,7 @@ def fill_convolutions(model: torch.nn.Module) -> None:
             module.conv_weights.copy_(unpacked)
 
 
-def computed_with(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def computed_with(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields all tensors of a model, and the outputs of layers with unreadable packed weights."""
     for prefix, module in model.named_modules():
         held = {**module._parameters, **module._buffers, **vars(module)}
@@ -130,7 +130,8 @@ def leave_out_rows_of_the_cache() -> None:
 
     A request that was preempted may find more of itself in the cache when it resumes: earlier positions are omitted.
     """
-    collect: Callable[..., dict[str, Any]] = GPUModelRunner._get_prompt_logprobs_dict
+    runner: Any = GPUModelRunner
+    collect: Callable[..., dict[str, Any]] = runner._get_prompt_logprobs_dict
 
     def _get_prompt_logprobs_dict(self: Any, hidden_states: Any, scheduled: dict[str, int]) -> dict[str, Any]:
         for name in self.num_prompt_logprobs:
@@ -148,7 +149,7 @@ def leave_out_rows_of_the_cache() -> None:
                 logprobs[name] = kept if len(kept.logprobs) else None
         return logprobs
 
-    GPUModelRunner._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
+    runner._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
 
 
 leave_out_rows_of_the_cache()
@@ -163,5 +164,6 @@ def random_rows(count: int, width: int) -> torch.Tensor:
 def digest(tensor: torch.Tensor) -> str:
     """Returns the digest of a tensor's dtype, shape and bytes."""
     checksum = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    checksum.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    content: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    checksum.update(content)
     return checksum.hexdigest()

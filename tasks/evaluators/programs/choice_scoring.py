@@ -187,7 +187,7 @@ class Scorer:
     trust: Trust
     longest_prompt: int
     echoed_at_once: int = 1
-    on_weighed: Callable[[int], None] = lambda count: None
+    on_weighed: Callable[[int], object] = lambda count: None
     outcome: Outcome = field(default_factory=Outcome)
     _remembered: int = 0  # audits of this evaluation that are already stored: batches add to them
 

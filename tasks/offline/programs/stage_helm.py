@@ -60,7 +60,8 @@ class Downloads:
         self.used: dict[tuple[str, str], dict[str, Any]] = {}
         """Bytes and SHA-256 by address and path."""
         self._fetch = general.ensure_file_downloaded
-        for module in list(sys.modules.values()):  # modules of some scenarios have imported the function by name
+        modules: list[Any] = list(sys.modules.values())
+        for module in modules:  # modules of some scenarios have imported the function by name
             if getattr(module, "ensure_file_downloaded", None) is self._fetch:
                 module.ensure_file_downloaded = self
 

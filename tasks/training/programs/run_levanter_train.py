@@ -61,7 +61,8 @@ def main(arguments: list[str]) -> None:
         train_lm.main(config)
     if job["trained"] and jax.process_index() == 0:
         done = {"run_id": config.trainer.id, "steps": config.trainer.num_train_steps, "digest": job["digest"]}
-        with fsspec.open(job["trained"], "w") as file:
+        opened: Any = fsspec.open(job["trained"], "w")
+        with opened as file:
             json.dump(done, file)
 
 

@@ -92,7 +92,7 @@ def _complete_annotator(
 def verdicts(name: str, config: dict[str, Any]) -> list[str]:
     """Returns the texts that a configuration accepts as verdicts; refuses free-text verdicts."""
     given = config.get("completion_parser_kwargs") or {}
-    patterns: list[str] = []
+    patterns: list[Any] = []
     match config.get("fn_completion_parser"):
         case "logprob_parser":
             patterns = [given.get("numerator_token"), *given.get("denominator_tokens", [])]
@@ -184,7 +184,7 @@ class Judge:
         openai_decoder._openai_completion_helper = self._verdict
         openai_decoder.tqdm = LabelledBars(f"{key}, verdicts")
         try:
-            board, annotations = judge_outputs(
+            judged: Any = judge_outputs(
                 model_outputs=pd.DataFrame(outputs),
                 reference_outputs=pd.DataFrame(instruction_set["references"]),
                 annotators_config=str(path),
@@ -200,6 +200,7 @@ class Judge:
             )
         except JudgeGoneError as error:
             self._unusable(f"it stopped answering: {error}")
+        board, annotations = judged
         scores = {name: number(board.iloc[0].get(name)) for name in ("win_rate", "standard_error", "discrete_win_rate")}
         controlled = self._length_controlled(key, instruction_set, annotations)
         for name, value in controlled.items():

@@ -100,7 +100,8 @@ class Asking(Executor):
         window = WindowServiceFactory.get_window_service(
             run.spec.adapter_spec.model_deployment, TokenizerService(self.context)
         )
-        client = self.context.client._get_client(run.spec.adapter_spec.model_deployment)
+        context: Any = self.context
+        client = context.client._get_client(run.spec.adapter_spec.model_deployment)
         weighed, way = helm_choices.weigh(
             states,
             self._job,

@@ -102,6 +102,7 @@ def weigh(
     prompts = tokenizer([state.request.prompt for state in states], return_attention_mask=False).input_ids
     texts: dict[int, Text] = {}
     for place, (state, ids) in enumerate(zip(states, prompts, strict=True)):
+        assert state.reference_index is not None  # as all requests that score choices
         weighed = length(f" {state.instance.references[state.reference_index].output.text}")
         if 0 < weighed < len(ids):  # else the metric counts tokens without any context
             texts[place] = Text(state, tuple(ids), weighed)
@@ -233,7 +234,7 @@ class SmoothScores(ReferenceMetric):
         eval_cache_path: str,
     ) -> list[Stat]:
         # The tokens that HELM's own metric uses: those of a choice behind a space.
-        asked = [state for state in reference_request_states if state.request_mode == ASKED_ALONE]
+        asked: list[Any] = [state for state in reference_request_states if state.request_mode == ASKED_ALONE]
         choices = asked[0].instance.references
         window = WindowServiceFactory.get_window_service(adapter_spec.model_deployment, metric_service)
         weighed = [0.0] * len(choices)

@@ -93,9 +93,10 @@ def main(arguments: list[str]) -> None:
 
 def put_downloads_off() -> None:
     """Defers NLTK's downloads: HELM's metrics request them at import, few need them, and a failure can take minutes."""
-    if not hasattr(nltk, "download_now"):
-        nltk.download_now = nltk.download
-        nltk.download = lambda *args, **kwargs: False
+    words: Any = nltk
+    if not hasattr(words, "download_now"):
+        words.download_now = words.download
+        words.download = lambda *args, **kwargs: False
 
 
 def keep_words(job: dict[str, Any]) -> None:
@@ -111,7 +112,8 @@ def with_words(harness: helm_runs.Harness, run: helm_asking.Run) -> None:
         if "nltk" not in str(error).lower() or os.environ.get("HF_HUB_OFFLINE") == "1":
             raise
         socket.setdefaulttimeout(WORDS_SECONDS)
-        if not nltk.download_now(WORDS, download_dir=nltk.data.path[0]):
+        words: Any = nltk
+        if not words.download_now(WORDS, download_dir=nltk.data.path[0]):
             raise
         socket.setdefaulttimeout(None)
         harness.evaluate(run)

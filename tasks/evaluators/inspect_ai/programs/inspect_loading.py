@@ -205,7 +205,8 @@ def _asks(
 
 
 def _count_failures(model: Model, unanswered: valid_answers.Unanswered) -> None:
-    asked = model.api.generate
+    api: Any = model.api
+    asked = api.generate
 
     async def generate(*given: Any, config: GenerateConfig, **named: Any) -> Any:
         stops = [stop for stop in config.stop_seqs or () if stop]  # endpoints reject an empty stop
@@ -220,8 +221,8 @@ def _count_failures(model: Model, unanswered: valid_answers.Unanswered) -> None:
             _note(failed, unanswered)
         return output
 
-    model.api.generate = generate
-    model.api.handle_bad_request = lambda error: error
+    api.generate = generate
+    api.handle_bad_request = lambda error: error
 
 
 def _of_client(error: BaseException | None) -> Exception | None:

@@ -192,7 +192,8 @@ def _take_tokenizer(folder: str, place: str) -> None:
 
 def _read_json(folder: str, name: str) -> dict[str, Any] | None:
     try:
-        with fsspec.open(f"{folder.rstrip('/')}/{name}") as file:
+        opened: Any = fsspec.open(f"{folder.rstrip('/')}/{name}")
+        with opened as file:
             content = json.load(file)
     except (OSError, ValueError):
         return None

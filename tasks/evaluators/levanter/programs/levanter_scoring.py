@@ -140,8 +140,8 @@ class LevanterLM(TemplateLM):
             continue_final_message=not add_generation_prompt,
         )
 
-    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Scored]:
-        self._ends = ends([request.task_name for request in requests])
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Scored]:
+        self._ends = ends([str(request.task_name) for request in requests])
         return super().loglikelihood(requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -157,7 +157,7 @@ class LevanterLM(TemplateLM):
             for window in windows:
                 pairs.append((None, *make_disjoint_window(window)))
                 owners.append(owner)
-        self._ends = ends([requests[owner].task_name for owner in owners])
+        self._ends = ends([str(requests[owner].task_name) for owner in owners])
         sums = [0.0] * len(requests)
         for owner, (log_probability, _) in zip(owners, self._loglikelihood_tokens(pairs), strict=True):
             sums[owner] += log_probability
@@ -226,7 +226,8 @@ def _members(example: LmExample) -> range:
 
 def segments(example: LmExample) -> np.ndarray:
     """Returns the request index of each position in a row; -1 for padding."""
-    return np.asarray(example.attn_mask.segment_ids[0].array)
+    mask: Any = example.attn_mask
+    return np.asarray(mask.segment_ids[0].array)
 
 
 def _key_of(journal: Journal, example: LmExample) -> str:

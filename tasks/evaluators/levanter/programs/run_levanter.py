@@ -73,7 +73,7 @@ def preload(arguments: list[str]) -> None:
 
 def main(arguments: list[str]) -> None:
     """Evaluates each job in its own folder."""
-    setup_logging("INFO")
+    setup_logging(logging.INFO)
     use_remembered_index()
     for name in arguments or asked():
         path = Path(name).absolute()
@@ -123,8 +123,9 @@ def evaluate(job: dict[str, Any]) -> None:
     on_settled = partial(weigh_in_groups, groups_in(benchmarks))
     Questions(job, tasks, lm, model.tokenizer, output=output, on_settled=on_settled)
     tracker = EvaluationTracker(output_path=str(output / job["results_folder"]))
+    evaluate_tasks: Any = simple_evaluate  # its decorator hides its arguments
     with model.mesh():
-        results = simple_evaluate(
+        results = evaluate_tasks(
             model=lm,
             model_args={"model": job["checkpoint"]["name"]},
             tasks=[part for items in benchmarks.values() for part in items],

@@ -8,6 +8,7 @@ folder, has a verdict for each score. If that takes every question, lm-eval goes
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import math
@@ -84,9 +85,7 @@ class EarlyQuestions:
 
     def _decide(self, keys: list[Key], plan: dict[str, Any]) -> None:
         sys.path.append(str(Path.cwd()))
-        from early_decision import EarlyAsking
-
-        asking = EarlyAsking(plan)
+        asking = importlib.import_module("early_decision").EarlyAsking(plan)
         requests = sum(len(question.requests) for question in self._questions.values()) / len(self._questions)
         least = max(1, min(round(ROUNDS * self.room / requests), len(keys) // PARTS))
         asked = 0

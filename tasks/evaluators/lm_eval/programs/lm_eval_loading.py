@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib.machinery import SourceFileLoader
 from itertools import islice
@@ -71,7 +71,7 @@ class Overriding(TaskFactory):
     def _build_group_members(
         self, member_list: list[Any], group_name: str, overrides: dict[str, Any] | None, registry: dict[str, Entry]
     ) -> list[Task | Group]:
-        members = [
+        members: list[Any] = [
             merged(item, self._overrides)
             if isinstance(item, dict) and "task" in item and "group" not in item and item["task"] not in registry
             else item
@@ -118,13 +118,13 @@ def read_as_it_is() -> None:
         with Path(place).open("rb") as file:
             return (hashlib.file_digest(file, "sha256").hexdigest(),)
 
-    def cache_file(_: Dataset, fingerprint: str) -> str:
+    def cache_file(self: Dataset, fingerprint: str) -> str:
         return f"{get_temporary_cache_files_directory()}/cache-{fingerprint}.arrow"  # deleted with this process
 
-    def path_stats(loader: SourceFileLoader, path: str) -> dict[str, Any]:
+    def path_stats(self: SourceFileLoader, path: str) -> Mapping[str, Any]:
         if not path.startswith(packages):
             raise OSError(f"no bytecode of {path}")
-        return known_stats(loader, path)
+        return known_stats(self, path)
 
     data_files._get_single_origin_metadata = origin
     Dataset._get_cache_file_path = cache_file  # results of functions on data: random functions run once
@@ -176,9 +176,10 @@ def load(job: dict[str, Any], item: dict[str, Any], manager: TaskManager) -> lis
             loaded = manager.load([name])
         except Exception as error:  # noqa: BLE001 - a benchmark is third-party code, and may fail in any way
             refuse_unloadable(item, manager, error)
-    parts = set(loaded["groups"]) - {child for group in loaded["groups"].values() for child in group.child_names}
-    inside = {task.task_name for group in loaded["groups"].values() for task in group.get_all_tasks()}
-    top: list[Task | Group] = [loaded["groups"][part] for part in sorted(parts)]
+    groups = loaded.get("groups", {})
+    parts = set(groups) - {child for group in groups.values() for child in group.child_names}
+    inside = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
+    top: list[Task | Group] = [groups[part] for part in sorted(parts)]
     top += [task for task_name, task in loaded["tasks"].items() if task_name not in inside]
     tasks = list(loaded["tasks"].values())
     _check_code(job, name, {task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False)})

@@ -53,7 +53,7 @@ def too_long(task: Task, model: Any, tokenizer: Any) -> TooLong:
         needed = length + text.reserved
         if needed <= model.max_length:
             continue
-        number = text.instance.doc_id
+        number = text.instance.doc_id or 0
         questions.needed[number] = max(needed, questions.needed.get(number, 0))
         if len(text.kept.encode()) + SPECIAL_TOKENS >= model.longest_window:
             [before] = _lengths([text.prompt.removesuffix(text.kept)], model, tokenizer)
@@ -63,14 +63,15 @@ def too_long(task: Task, model: Any, tokenizer: Any) -> TooLong:
 
 
 def _text(instance: Instance, model: Any, tokenizer: Any) -> Text | None:
+    arguments: Any = instance.args
     if instance.request_type == "loglikelihood":
-        context, continuation = instance.args
+        context, continuation = arguments
         # Log-probabilities may have more room than an answer, or less: see the model's window.
         reserved = model.max_length - model.longest_window + (0 if context or model.adds_bos else 1)
         return Text(instance, context + continuation, continuation, reserved)
     if instance.request_type != "generate_until":
         return None
-    prompt, options = instance.args[:2]
+    prompt, options = arguments[:2]
     if not isinstance(prompt, str):  # messages, as JSON; without a template their length is unknown
         if not tokenizer.chat_template:
             return None
@@ -115,15 +116,16 @@ def to_be_asked(task: Task, model: Any, tokenizer: Any) -> dict[str, Any] | None
     several = list(questions.values())
     counted = [instance for asked in several[:: -(-len(several) // COUNTED) or 1] for instance in asked]
     generates, whole = task.OUTPUT_TYPE == "generate_until", request_type(task) == "loglikelihood_rolling"
-    texts = [Text(i, i.args[0], i.args[0], 0) if whole else _text(i, model, tokenizer) for i in counted]
-    if not texts or None in texts:
+    known = [Text(i, i.args[0], i.args[0], 0) if whole else _text(i, model, tokenizer) for i in counted]
+    texts = [text for text in known if text is not None]
+    if not texts or len(texts) < len(known):
         return None
     lengths = list(_lengths([text.prompt for text in texts], model, tokenizer))
     if not whole:
         lengths = [min(length, model.max_length - text.reserved) for text, length in zip(texts, lengths, strict=True)]
     if whole or not (generates or model.adds_bos):  # lm-eval puts a token in front of a text without context
         lengths = [length + (text.prompt == text.kept) for text, length in zip(texts, lengths, strict=True)]
-    repeats = [instance.repeats for instance in counted]
+    repeats = [instance.repeats or 1 for instance in counted]
     asked = [length for length, times in zip(lengths, repeats, strict=True) for _ in range(times)]
     if request_type(task) == "loglikelihood" and getattr(model, "scoring", {}).get("scores_from_cache"):
         asked = _by_way_of_the_cache(texts, lengths, model, tokenizer)
@@ -151,7 +153,8 @@ def _characters(instances: Sequence[Instance]) -> int:
 
 def request_type(task: Task) -> str:
     """Returns the request type of a task."""
-    return REQUEST_TYPES.get(task.OUTPUT_TYPE, task.OUTPUT_TYPE)
+    kind = str(task.OUTPUT_TYPE)
+    return REQUEST_TYPES.get(kind, kind)
 
 
 QUESTIONS = ("doc_to_text", "doc_to_choice")

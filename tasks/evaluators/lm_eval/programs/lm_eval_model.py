@@ -27,6 +27,9 @@ from valid_answers import MOST_SHOWN, REQUESTS_FAULT, Malformed, parsed, refusal
 MOST_STOPS = 4  # every endpoint accepts these
 NOT_TAKEN = (403, 404, 405, 501)
 """Statuses by which an endpoint rejects a kind of request."""
+# Their decorator hides what they are.
+_COMPLETIONS: Any = LocalCompletionsAPI
+_CONVERSATIONS: Any = LocalChatCompletion
 NO_SEED = "none: each answer at a temperature is sampled without a seed"
 _log = logging.getLogger("lm_eval.models.api_models")
 
@@ -39,7 +42,7 @@ class RefusedError(BaseException):
     """A request that an endpoint rejected, with its message; lm-eval would retry any `Exception`."""
 
 
-class Checked(LocalCompletionsAPI):
+class Checked(_COMPLETIONS):
     """A client that retries until an answer is whole and fits its request."""
 
     more_requests = 0  # since a long text is scored in windows
@@ -115,7 +118,8 @@ class Checked(LocalCompletionsAPI):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         for request in requests:
             if (request.repeats or 1) > 1:
-                request.args[1].pop("seed", None)
+                arguments: Any = request.args
+                arguments[1].pop("seed", None)
         answers: Any = super().generate_until(requests, disable_tqdm=disable_tqdm)
         for request, answer in zip(requests, answers, strict=True):
             new = {"reasons": [], "tokens": [], "unclosed": False}
@@ -283,7 +287,7 @@ class Completions(Checked):
         return [utils.make_disjoint_window(window) for window in rolling]
 
 
-class Conversations(Checked, LocalChatCompletion):
+class Conversations(Checked, _CONVERSATIONS):
     """Sends messages to /chat/completions; honours every stop string; a missing answer is not an empty answer."""
 
 

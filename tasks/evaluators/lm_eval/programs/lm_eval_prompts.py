@@ -196,10 +196,10 @@ def label_progress(tasks: dict[str, list[Task]], model: Any, prompts_per_request
     stage: dict[str, Any] = {"names": "", "before": 0, "all": 0}
 
     def note(record: logging.LogRecord) -> bool:
-        if record.msg == "Running %s requests" and record.args:
+        if record.msg == "Running %s requests" and isinstance(record.args, tuple):
             kind = record.args[0]
             instances = [instance for items in tasks.values() for task in items for instance in task.instances]
-            stage["all"] = sum(instance.repeats for instance in instances)
+            stage["all"] = sum(instance.repeats or 1 for instance in instances)
             asking = [key for key, items in tasks.items() if any(request_type(task) == kind for task in items)]
             stage["names"] = ", ".join(asking)
         return True

@@ -154,7 +154,7 @@ def _answered(task: Task, doc: Any, answers: list[str]) -> list[Instance]:
     return [Instance("generate_until", deepcopy(doc), ("", {}), 0, about, [answer] * repeats) for answer in answers]
 
 
-def _scores(task: Task, answered: Instance) -> _Scores:
+def _scores(task: Any, answered: Instance) -> _Scores:
     scores: _Scores = {}
     for name, response in answered.filtered_resps.items():
         for metric, value in task.process_results(deepcopy(answered.doc), [response]).items():
@@ -239,5 +239,7 @@ def _scored(
     choices = task.doc_to_choice(doc)
     texts = [str(task.doc_to_target(doc))] * len(choices) if task.multiple_input else choices
     weighed = [float(log_likelihood) for log_likelihood, _ in results[: len(choices)]]  # the rest has no context
-    scores = smooth_scores(weighed, texts, _right_choice(task, doc))
+    right = _right_choice(task, doc)
+    assert right is not None  # else the task has no smooth scores
+    scores = smooth_scores(weighed, texts, right)
     return {**process(doc, results), **{name: scores[name] for name in task.smooth}}

@@ -59,7 +59,8 @@ def complete_model_args(job: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 def _context_of(checkpoint: Path, tokenizer: Any) -> int:
     try:
         described = json.loads((checkpoint / "config.json").read_text())
-        return resolve_max_length(PretrainedShape(described), tokenizer)
+        shape: Any = PretrainedShape(described)
+        return resolve_max_length(shape, tokenizer)
     except (OSError, ValueError, AttributeError, TypeError):
         return resolve_max_length(None, tokenizer)
 
