@@ -42,12 +42,7 @@ class AssayError(Exception):
 
     def as_values(self) -> dict[str, str]:
         """Returns its parts and class name, from which `error_of` recreates it in another process."""
-        return {
-            "kind": type(self).__name__,
-            "expected": self.expected,
-            "found": self.found,
-            "remedy": self.remedy,
-        }
+        return {"kind": type(self).__name__, "expected": self.expected, "found": self.found, "remedy": self.remedy}
 
 
 def error_of(values: Mapping[str, Any]) -> AssayError:

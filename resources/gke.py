@@ -105,8 +105,6 @@ def _tpu_of(label: str, *, count: int | None, topology: str | None) -> TpuConfig
             )
     if count not in (None, tpu.chips):
         raise UnsatisfiableResources(
-            expected=f"a count of {tpu.chips}, the chips of {tpu.variant}",
-            found=str(count),
-            remedy="leave count out",
+            expected=f"a count of {tpu.chips}, the chips of {tpu.variant}", found=str(count), remedy="leave count out"
         )
     return TpuConfig(variant=tpu.variant, topology=topology)

@@ -14,11 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from assay_notify import harmless, notify
-from miles.rollout.base_types import (  # pyright: ignore[reportMissingImports]
-    RolloutFnConstructorInput,
-    RolloutFnEvalInput,
-    RolloutFnEvalOutput,
-)
+from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnEvalOutput  # pyright: ignore[reportMissingImports]
 from miles.rollout.checkpoint_eval import CheckpointEvalFn, EvalSkip  # pyright: ignore[reportMissingImports]
 
 

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from assay_notify import harmless, notify
-from transformers import (  # pyright: ignore[reportMissingImports]
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # pyright: ignore[reportMissingImports]
 
 
 class AssayCallback(TrainerCallback):

@@ -186,10 +186,7 @@ def jobs_logs(
 
 
 def jobs_stop(
-    job_ids: Annotated[tuple[str, ...], Parameter(help="Ids of jobs.")],
-    /,
-    *,
-    place: PlaceOptions = PlaceOptions(),
+    job_ids: Annotated[tuple[str, ...], Parameter(help="Ids of jobs.")], /, *, place: PlaceOptions = PlaceOptions()
 ) -> None:
     """End jobs with all their processes."""
     client = place.client()

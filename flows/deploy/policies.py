@@ -248,11 +248,7 @@ def _on_event(planned: PolicyDeployment, deployment: Any) -> AutomationCore:
         trigger=EventTrigger(expect={CHECKPOINT_COMPLETE}, match={"prefect.resource.id": resources}, within=_BURST),
         actions=[
             RunDeployment(
-                source="selected",
-                deployment_id=deployment,
-                parameters=None,
-                job_variables=None,
-                schedule_after=_BURST,
+                source="selected", deployment_id=deployment, parameters=None, job_variables=None, schedule_after=_BURST
             )
         ]
         if deployment

@@ -220,11 +220,7 @@ class EngineClient:
     def _request(self, method: str, path: str, body: Any = None, *, timeout: float = _ANSWER_SECONDS) -> dict[str, Any]:
         try:
             response = self._http().request(
-                method,
-                f"{self.base_url}{path}",
-                json=body,
-                timeout=timeout,
-                headers=self._key,
+                method, f"{self.base_url}{path}", json=body, timeout=timeout, headers=self._key
             )
             if response.status_code != 200:
                 raise EndpointUnusable(

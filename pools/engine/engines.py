@@ -84,10 +84,7 @@ ENGINES: dict[EngineDevice, Engine] = {
         program=_PROGRAMS / "serve_vllm_cuda.py",
     ),
     "tpu": Engine(
-        environment="vllm-tpu",
-        kwargs={EXECUTOR: "mp"},
-        capacity=128,
-        variables={**_QUIET, "TPU_MIN_LOG_LEVEL": "2"},
+        environment="vllm-tpu", kwargs={EXECUTOR: "mp"}, capacity=128, variables={**_QUIET, "TPU_MIN_LOG_LEVEL": "2"}
     ),
 }
 

@@ -119,8 +119,7 @@ class ReloadTrust:
 def compare(*, before: Reading, reloaded: Reading, cold: Reading) -> Verdict:
     """Returns the verdict on three readings, see `ReloadTrust.judge`; a dtype without a bound must agree exactly."""
     difference = max(
-        largest_difference(reloaded.canary, cold.canary),
-        largest_difference(reloaded.output_layer, cold.output_layer),
+        largest_difference(reloaded.canary, cold.canary), largest_difference(reloaded.output_layer, cold.output_layer)
     )
     change = min(
         largest_difference(before.canary, cold.canary, unlike=0.0),

@@ -105,10 +105,7 @@ class InferencePool:
         )
         self._proxy_process.description = description.model_dump_json(exclude={"checkpoints"})
         self.access = PoolAccess(
-            **dict(description),
-            address=self._proxy_process.start(),
-            key=self._keys.client,
-            admin_key=self._keys.admin,
+            **dict(description), address=self._proxy_process.start(), key=self._keys.client, admin_key=self._keys.admin
         )
         self._director = DirectorLoop(
             self.config,

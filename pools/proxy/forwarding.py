@@ -227,10 +227,7 @@ class Forwarder:
     async def _attempt(self, replica: RoutedReplica, asked: Asked, responder: Responder) -> Attempt:
         outcome: RequestOutcome | None = None
         call = self._upstream.call(
-            replica.url,
-            patience_seconds=self._limits.engine_timeout_seconds,
-            keys=replica.keys,
-            share=asked.share,
+            replica.url, patience_seconds=self._limits.engine_timeout_seconds, keys=replica.keys, share=asked.share
         )
         self._running[call] = replica
         self._table.begin(replica, asked.model)

@@ -106,13 +106,7 @@ class Agent:
         own_host = own_address((address.host, address.port))
         self._gang = Gang(name, config, host=own_host, token=token, start=start)
         self._replica = ReplicaEngine(
-            name,
-            config,
-            launcher=launcher,
-            client=client,
-            on_change=self._changed,
-            drain=self._drain,
-            gang=self._gang,
+            name, config, launcher=launcher, client=client, on_change=self._changed, drain=self._drain, gang=self._gang
         )
         self._ingress = None if is_loopback(address.host) else Ingress(own_host, self._engine_port)
         self._staging = staging()

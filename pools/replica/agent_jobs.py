@@ -55,11 +55,7 @@ class AgentJobs:
     """
 
     def __init__(
-        self,
-        submit: Callable[[str, int], JobHandle],
-        config: InferencePoolConfig,
-        *,
-        on_event: Callable[[str], None],
+        self, submit: Callable[[str, int], JobHandle], config: InferencePoolConfig, *, on_event: Callable[[str], None]
     ) -> None:
         self._submit = submit
         self._patience_seconds = _SILENT_LEASES * config.lease_seconds

@@ -124,9 +124,7 @@ class Gang:
             if state.failure is not None:
                 error = error_of(state.failure.model_dump())
                 raise type(error)(
-                    expected=f"{error.expected}, on host {rank} of {self._name}",
-                    found=error.found,
-                    remedy=error.remedy,
+                    expected=f"{error.expected}, on host {rank} of {self._name}", found=error.found, remedy=error.remedy
                 )
         return tuple(state.folder for _, state in states)
 

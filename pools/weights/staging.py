@@ -263,8 +263,7 @@ class Staging:
                 if self._prefetching is not None and self._prefetching.digests != digests:
                     self._give_way.set()
                 self._changed.wait_for(
-                    lambda: self._prefetching is None or self._prefetching.digests == digests,
-                    timeout=_GIVE_WAY_SECONDS,
+                    lambda: self._prefetching is None or self._prefetching.digests == digests, timeout=_GIVE_WAY_SECONDS
                 )
             yield
         finally:

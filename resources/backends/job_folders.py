@@ -132,13 +132,7 @@ class JobFolders(Generic[Job]):
         self._handle = handle
 
     def create(
-        self,
-        request: JobRequest,
-        *,
-        python: Path,
-        imports: Sequence[str],
-        working_directory: Path,
-        **further: Any,
+        self, request: JobRequest, *, python: Path, imports: Sequence[str], working_directory: Path, **further: Any
     ) -> Path:
         """Writes the files of a pending job, and returns its folder, which has the job's id as its name.
 

@@ -18,10 +18,7 @@ from resources.settings import process_environment, settings
 from resources.storage.files import replace_text
 
 PROGRAMS = Path(__file__).parent / "programs"
-_LIBTPU_ARGUMENTS = {
-    "v5p": "--xla_tpu_scoped_vmem_limit_kib=50000",
-    "v6e": "--xla_tpu_scoped_vmem_limit_kib=98304",
-}
+_LIBTPU_ARGUMENTS = {"v5p": "--xla_tpu_scoped_vmem_limit_kib=50000", "v6e": "--xla_tpu_scoped_vmem_limit_kib=98304"}
 """By TPU generation: limits of a kernel's fast memory found by Marin's trainings."""
 _OURS = ("pydantic>=2", "pydantic-settings")  # needed by a call to announce, and to submit jobs itself
 

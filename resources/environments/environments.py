@@ -248,12 +248,7 @@ def write_alias_distribution(directory: Path, alias: AliasDistribution) -> None:
 
 
 def _install(
-    spec: EnvironmentSpec,
-    environment: Environment,
-    *,
-    binary: Path,
-    links: tuple[str, ...],
-    tell: Progress,
+    spec: EnvironmentSpec, environment: Environment, *, binary: Path, links: tuple[str, ...], tell: Progress
 ) -> str:
     failures: list[str] = []
     attempts = install_attempts(spec, uv_binary=binary, python=environment.python, find_links=links)

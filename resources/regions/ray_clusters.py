@@ -138,9 +138,7 @@ def local_cluster() -> LocalCluster:
     known = find_local()
     if known is None:
         raise BadInput(
-            expected="a Ray cluster of this machine",
-            found="none is up",
-            remedy="Start it: assay cluster up local",
+            expected="a Ray cluster of this machine", found="none is up", remedy="Start it: assay cluster up local"
         )
     return known
 
@@ -254,10 +252,7 @@ def render(region: Region) -> str:
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.filters |= {
-        "generation": tpu_generation,
-        "memory": lambda gib: int(gib * _FOR_WORKERS) * 2**30,
-    }
+    templates.filters |= {"generation": tpu_generation, "memory": lambda gib: int(gib * _FOR_WORKERS) * 2**30}
     zone = region.ray_cluster.zone
     return templates.get_template("ray_cluster.yaml.j2").render(
         region=region,

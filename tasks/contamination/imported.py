@@ -98,11 +98,8 @@ def import_flags(
     """Writes the findings of another tool next to the records.
 
     Args:
-        evaluation_path: folder of the records.
-        name: name of the file of flags.
         files: the tool's output: files, patterns or folders.
         questions: every question in the records.
-        tool: the tool that wrote them.
         benchmark: the benchmark of a plain list.
         covers: benchmarks or patterns of which the tool reports matches only: their other questions are clean. All
             other questions without a finding were not searched for.

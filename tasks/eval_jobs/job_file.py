@@ -39,8 +39,7 @@ _Name = Annotated[str, _matching(_LABEL, "a name of lower-case letters, digits a
 _GoogleLabel = Annotated[str, _matching(f"(?i){_LABEL}", "a name as GKE's labels have it")]
 _Size = Annotated[str, AfterValidator(str.strip), _matching(r"(?i)\d+(\.\d+)?\s*[kmgt](ib?)?", "a size such as 16Gi")]
 _Image = Annotated[
-    str,
-    _matching(r"[\w.-]+(:\d+)?(/[\w.-]+)*", "the name of an image without its tag (put the tag in image_tag)"),
+    str, _matching(r"[\w.-]+(:\d+)?(/[\w.-]+)*", "the name of an image without its tag (put the tag in image_tag)")
 ]
 _ImageTag = Annotated[str, _matching(r"[\w][\w.-]{0,127}|sha256:[0-9a-f]{64}", "a tag, or a digest sha256:…")]
 

@@ -175,13 +175,7 @@ def _status(job: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def log_lines(
-    cluster: Cluster | None,
-    name: str,
-    *,
-    since: str | None,
-    follow: bool,
-    note: Callable[[str], None],
-    kept: ReadLog,
+    cluster: Cluster | None, name: str, *, since: str | None, follow: bool, note: Callable[[str], None], kept: ReadLog
 ) -> Iterator[LogLine]:
     """Yields the log lines of a job, from its pods while they exist; `kept` has the logs of deleted pods."""
     began = moment(since, now=datetime.now(UTC)) if since is not None else None

@@ -48,10 +48,7 @@ _PROGRESS_LINES, _PROGRESS_CHARACTERS = 200, 1 << 14  # may be from model-writte
 _KEPT_LOG_LINES, _REFUSAL_CHARACTERS = 1_000_000, 1 << 20
 _SHOWN_LOG_LINES = 25
 _SHOWN_LINE_CHARACTERS = 300  # harnesses print whole answers, and answers echo prompts
-_KEY_VARIABLES = {
-    "OPENAI_API_KEY": "the key of the endpoint",
-    "ASSAY_JUDGE_API_KEY": "the key of the judge's endpoint",
-}
+_KEY_VARIABLES = {"OPENAI_API_KEY": "the key of the endpoint", "ASSAY_JUDGE_API_KEY": "the key of the judge's endpoint"}
 
 
 def run_harness(
@@ -297,14 +294,7 @@ def job_failure(
 
 
 def failure_of(
-    evaluator: Evaluator,
-    config: EvaluationConfig,
-    *,
-    log: str,
-    ending: str,
-    interrupted: bool,
-    late: bool,
-    remedy: str,
+    evaluator: Evaluator, config: EvaluationConfig, *, log: str, ending: str, interrupted: bool, late: bool, remedy: str
 ) -> AssayError:
     """Returns the error for a harness that ended, as `ending`, without results; `remedy` is for an error of its own."""
     kind = HarnessInterrupted if late or interrupted else HarnessFailed

@@ -109,12 +109,7 @@ def _run_entries(evaluation: SuiteEvaluation, options: HelmOptions) -> tuple[str
     path = options.run_specs_path
     content = {
         "benchmarks": [
-            {
-                "name": task.name,
-                "key": task.metric_key,
-                "num_fewshot": task.num_fewshot,
-                "arguments": task.task_kwargs,
-            }
+            {"name": task.name, "key": task.metric_key, "num_fewshot": task.num_fewshot, "arguments": task.task_kwargs}
             for task in evaluation.evals
         ],
         "run_specs": read_entries_file(path).decode() if path is not None else None,

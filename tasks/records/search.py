@@ -83,9 +83,7 @@ def _check(field: str, given: Sequence[str], known: Sequence[str]) -> None:
     unknown = [name for name in given if name.lower() not in known]
     if unknown:
         raise BadInput(
-            expected=f"{field} to be one of {', '.join(known)}",
-            found=", ".join(unknown),
-            remedy=f"correct --{field}",
+            expected=f"{field} to be one of {', '.join(known)}", found=", ".join(unknown), remedy=f"correct --{field}"
         )
 
 

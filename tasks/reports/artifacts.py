@@ -90,8 +90,7 @@ def show_as_asset(record: Record, cell_uri: str) -> None:
     )
     title = f"{reference.name} · {evaluator}: {', '.join(record.benchmarks)}"
     result = Asset(
-        key=own,
-        properties=AssetProperties.model_validate(_described(title, "Record of an evaluation", cell_uri)),
+        key=own, properties=AssetProperties.model_validate(_described(title, "Record of an evaluation", cell_uri))
     )
     lineage = AssetContext(
         direct_asset_dependencies={checkpoint, *(Asset(key=key) for key in inputs)},

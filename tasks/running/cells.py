@@ -101,12 +101,8 @@ def as_served(config: EvaluationConfig) -> EvaluationConfig:
 def access_of(pool: str, key_block: str | None = None) -> PoolAccess:
     """Returns access to a kept pool, given by name or address; see `access_to`.
 
-    Args:
-        key_block: Prefect secret block with the key of the pool at an address, or with an object of `key` and
-            `admin_key`; the keys come from the settings when None.
-
-    Raises:
-        BadInput: the block cannot be loaded or has other content; or as in `access_to`.
+    `key_block` is a Prefect secret block with the key of the pool at an address, or with an object of `key` and
+    `admin_key`; without it, the keys come from the settings. A block with other content is refused.
     """
     return access_to(pool, **(_keys_in(key_block) if key_block is not None else {}))
 

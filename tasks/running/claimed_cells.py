@@ -69,9 +69,6 @@ class ClaimedCells:
 
         Each cell is returned once. A cell that another run held is returned only if that run left it without an
         outcome.
-
-        Raises:
-            StorageError: claims cannot be read or written.
         """
         while self._left:
             claimed = self.take()

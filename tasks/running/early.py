@@ -11,12 +11,7 @@ from resources.errors import BadInput
 from tasks.evaluators.early import NOT_EARLY, EarlyQuestion, WantedEarly, WantedScore
 from tasks.records.builds import build_of
 from tasks.records.record import FoundRecord, Metric, Record, find_records, read_record
-from tasks.records.verdicts import (
-    EarlyVerdict,
-    Reason,
-    find_early,
-    read_early,
-)
+from tasks.records.verdicts import EarlyVerdict, Reason, find_early, read_early
 from tasks.running.cells import Cell, standing_record
 from tasks.verdicts.baselines import Find, baseline_of
 from tasks.verdicts.comparison import mean_metric

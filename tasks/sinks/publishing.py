@@ -224,7 +224,6 @@ def publish_missing(
     Args:
         sinks: the destinations; if None, those of each record's own evaluation.
         again: send also to sinks that already have the record.
-        on_published: called with each outcome.
         rejected: filled with invalid records by cell, and the reason.
     """
     every = find_records(path, rejected=rejected)

@@ -143,9 +143,7 @@ def _kind(rule: Any) -> str:
 
 
 Rule = Annotated[
-    Annotated[BoundRule, Tag("bound")] | Annotated[BaselineRule, Tag("baseline")],
-    Discriminator(_kind),
-    AnyOfInForms(),
+    Annotated[BoundRule, Tag("bound")] | Annotated[BaselineRule, Tag("baseline")], Discriminator(_kind), AnyOfInForms()
 ]
 
 

@@ -10,13 +10,7 @@ from itertools import zip_longest
 
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.records.builds import (
-    Qualification,
-    QualifiedBenchmark,
-    QualifiedMetric,
-    Verdict,
-    build_of,
-)
+from tasks.records.builds import Qualification, QualifiedBenchmark, QualifiedMetric, Verdict, build_of
 from tasks.records.record import FoundRecord, Record, now
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 from tasks.records.search import RecordFilter
@@ -65,11 +59,7 @@ class _Differences:
 
 
 def qualify(
-    before: Sequence[FoundRecord],
-    after: Sequence[FoundRecord],
-    *,
-    compared: tuple[str, str],
-    margin: float = MARGIN,
+    before: Sequence[FoundRecord], after: Sequence[FoundRecord], *, compared: tuple[str, str], margin: float = MARGIN
 ) -> Qualification:
     """Returns the verdict on a change of builds, from records of the same checkpoint with both; only successes count.
 

@@ -26,13 +26,7 @@ from dataclasses import dataclass
 
 from load import LoadPlan, LoadResult, run_load
 from peers import CLIENT_KEY, Stub, add_journal_option, check_all_answered, our_proxy, stub_engine, tell
-from side_by_side import (
-    BENCH,
-    Comparison,
-    end_children_on_sigterm,
-    print_comparisons,
-    say,
-)
+from side_by_side import BENCH, Comparison, end_children_on_sigterm, print_comparisons, say
 
 WORK = BENCH / "scaling"
 DELAY_MS = 100
@@ -117,10 +111,7 @@ def main() -> None:
     comparisons: list[Comparison] = []
     for per_replica in given.per_replica:
         alone, steps = growth(
-            sorted(given.replicas),
-            per_replica=per_replica,
-            seconds=given.seconds,
-            keeps_journal=not given.no_journal,
+            sorted(given.replicas), per_replica=per_replica, seconds=given.seconds, keeps_journal=not given.no_journal
         )
         comparisons += report(alone, steps, per_replica=per_replica, journal=not given.no_journal)
     print_comparisons("Requests per second behind the proxy; as many single replicas", comparisons)

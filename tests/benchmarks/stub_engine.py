@@ -127,10 +127,7 @@ class Stub:
     def __init__(self, count: int, *, delay_seconds: float, capacity: int | None) -> None:
         self.replicas = [Replica(delay_seconds, capacity) for _ in range(count)]
         self.digests: list[str] = []
-        self._fixed = {
-            b"/health": _response(b"", "text/plain"),
-            b"/v1/models": _response(json.dumps(_MODELS).encode()),
-        }
+        self._fixed = {b"/health": _response(b"", "text/plain"), b"/v1/models": _response(json.dumps(_MODELS).encode())}
         self.completions = {path.encode(): _response(body) for path, body in ANSWERS.items()}
 
     def page(self, path: bytes) -> bytes:

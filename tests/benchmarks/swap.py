@@ -35,15 +35,7 @@ from pathlib import Path
 
 from ours import Cache, PoolThatIsUp, kept_pool
 from series import demo_model, steps_of, vllm_server
-from side_by_side import (
-    BENCH,
-    Comparison,
-    end_children_on_sigterm,
-    give_up,
-    installed_version,
-    print_comparisons,
-    say,
-)
+from side_by_side import BENCH, Comparison, end_children_on_sigterm, give_up, installed_version, print_comparisons, say
 
 from pools.protocol import LoadReport
 from resources.environments.environments import ENVIRONMENTS, ensure_environment

@@ -68,9 +68,7 @@ def trained(prefect_api: str, data: Path, tmp_path_factory: pytest.TempPathFacto
     return run, records
 
 
-def test_checkpoints_are_evaluated_on_a_warm_pool_during_training(
-    trained: tuple[Path, list[Record]],
-) -> None:
+def test_checkpoints_are_evaluated_on_a_warm_pool_during_training(trained: tuple[Path, list[Record]]) -> None:
     run, records = trained
     assert [record.checkpoint.name for record in records] == [f"{RUN}-40", f"{RUN}-60"], (
         "multiples, and the last checkpoint"

@@ -76,12 +76,7 @@ class FakeHub:
         return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
 
     def _entry(self, file: str, files: dict[str, bytes]) -> dict[str, Any]:
-        return {
-            "type": "file",
-            "path": file,
-            "size": len(files[file]),
-            "oid": hashlib.sha1(files[file]).hexdigest(),
-        }
+        return {"type": "file", "path": file, "size": len(files[file]), "oid": hashlib.sha1(files[file]).hexdigest()}
 
 
 @contextmanager

@@ -220,9 +220,7 @@ def of_every_evaluator(*, run: str = "run-a", steps: Sequence[int] = (100, 200, 
             make_record(
                 evaluator="alpaca_eval",
                 metrics=(make_metric("demo_instructions", 12 + 40 * learnt, name="win_rate", stderr=6.1, n=23),),
-                evaluation={
-                    "evaluator": {"name": "alpaca_eval", "judge": outside if step == steps[-1] else judge},
-                },
+                evaluation={"evaluator": {"name": "alpaca_eval", "judge": outside if step == steps[-1] else judge}},
                 evaluation_hash="ffee0011" if step == steps[-1] else "99887766",
                 counts=Counts(requested=23, answered=23, scored=23, judge_errors=1),
                 **common,

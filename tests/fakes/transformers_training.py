@@ -11,13 +11,7 @@ import sys
 import time
 
 import torch  # pyright: ignore[reportMissingImports]
-from transformers import (  # pyright: ignore[reportMissingImports]
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # pyright: ignore[reportMissingImports]
 
 
 def main(tokenizer_folder: str, output: str, hooks: str) -> None:

@@ -75,11 +75,7 @@ def test_checkpoints_as_json_tells_complete_from_not(half_written: Path):
     checkpoints = json.loads(shown.stdout)
     assert [
         (checkpoint["step"], checkpoint["complete"], bool(checkpoint["problems"])) for checkpoint in checkpoints
-    ] == [
-        (100, True, False),
-        (200, True, False),
-        (300, False, True),
-    ]
+    ] == [(100, True, False), (200, True, False), (300, False, True)]
     assert checkpoints[0]["name"] == "run-a-100"
     assert checkpoints[0]["uri"] == str(half_written / "hf" / "step-100")
 

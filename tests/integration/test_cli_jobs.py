@@ -146,10 +146,7 @@ def looks_like_another_ray(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.timeout(240)
 def test_cluster_of_this_machine_runs_jobs_and_goes_without_touching_another_ray(
-    project: Path,
-    session_cache: Path,
-    looks_like_another_ray: subprocess.Popen[bytes],
-    monkeypatch: pytest.MonkeyPatch,
+    project: Path, session_cache: Path, looks_like_another_ray: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ):
     # A head uses any token that Ray finds, such as a token left in the home folder by an earlier `ray.init()`.
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)

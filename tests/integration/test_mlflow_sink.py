@@ -214,8 +214,7 @@ def test_experiment_that_was_deleted_is_reported(sink: MlflowSink, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("way", "about"),
-    [("hanging", "within 3 s"), ("500", "500 error"), ("401", "MLFLOW_TRACKING_TOKEN")],
+    ("way", "about"), [("hanging", "within 3 s"), ("500", "500 error"), ("401", "MLFLOW_TRACKING_TOKEN")]
 )
 def test_server_that_does_not_work_is_reported_without_the_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way, about: str

@@ -34,16 +34,16 @@ UNCHECKED = {"levanter": ["reportAttributeAccessIssue"], "lm-eval": ["reportAttr
 @pytest.mark.parametrize("environment", PROGRAMS)
 def test_programs_pass_the_type_check_in_their_environment(environment: str, tmp_path: Path):
     python = ensure_environment((ENVIRONMENTS | harness_environments())[environment]).python
-    here = Path(os.path.relpath(ROOT, tmp_path))  # pyright ignores absolute paths
+    root = Path(os.path.relpath(ROOT, tmp_path))  # pyright ignores absolute paths
     config: dict[str, Any] = {
-        "include": [str(here / folder) for folder in PROGRAMS[environment]],
-        "extraPaths": [str(here / folder) for folder in ("", *PROGRAMS[environment], *IMPORTED)],
+        "include": [str(root / folder) for folder in PROGRAMS[environment]],
+        "extraPaths": [str(root / folder) for folder in ("", *PROGRAMS[environment], *IMPORTED)],
         "typeCheckingMode": "standard",
         "reportPrivateImportUsage": False,  # programs replace what a module imports
     }
     config |= dict.fromkeys(UNCHECKED.get(environment, []), False)
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "pyright", "--project", tmp_path, "--pythonpath", python, "--outputjson"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
-    assert found["summary"]["filesAnalyzed"] > 0
-    assert [f"{each['file']}: {each['message']}" for each in found["generalDiagnostics"]] == []
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    assert report["summary"]["filesAnalyzed"] > 0
+    assert [f"{each['file']}: {each['message']}" for each in report["generalDiagnostics"]] == []

@@ -122,9 +122,7 @@ async def nodes_of(placement: Placement) -> list[tuple[str, int]]:
     ]
 
 
-async def test_two_claimants_get_whole_slices_in_order_and_a_third_waits(
-    tpus: Tpus,
-) -> None:
+async def test_two_claimants_get_whole_slices_in_order_and_a_third_waits(tpus: Tpus) -> None:
     first, second = await asyncio.gather(*[Waiting(V4_16).granted() for _ in range(2)])
     try:
         assert sorted([await nodes_of(first), await nodes_of(second)]) == [

@@ -305,10 +305,7 @@ def test_refusals_by_slurm_itself_are_reported_with_its_message(cluster: SlurmCl
     (tmp_path / "code").mkdir()
     client = SlurmClient(Slurm("main", options={"time": "never"}), folder=tmp_path / "slurm")
     request = JobRequest(
-        "job",
-        Command("true"),
-        resources=ResourceConfig(),
-        environment=create_environment(workspace=tmp_path / "code"),
+        "job", Command("true"), resources=ResourceConfig(), environment=create_environment(workspace=tmp_path / "code")
     )
     with pytest.raises(UnsatisfiableResources, match=r"(?i)time"):
         client.submit(request)

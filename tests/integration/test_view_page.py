@@ -492,9 +492,7 @@ def test_search_uses_the_server_and_reports_a_slow_or_broken_server(page: Page, 
     page.until("document.getElementById('empty').textContent.includes('3 of 200 files')")
     page.until(DRAWN)
 
-    server.answers["large/questions.json"] = [
-        (200, as_json(Questions([], [], [], [], [], 1, {"0": "no such file"}))),
-    ]
+    server.answers["large/questions.json"] = [(200, as_json(Questions([], [], [], [], [], 1, {"0": "no such file"})))]
     page.go("about:blank")
     page.go(f"{server.url}/large/")
     page.until("document.getElementById('empty').textContent.includes('no such file')")

@@ -19,15 +19,7 @@ from resources.backends.leases import LEASE_SECONDS, POLL_SECONDS, LeaseRenewer
 from resources.backends.processes import device_variables, existing_folder, import_folders
 from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput
-from resources.jobs.jobs import (
-    Call,
-    Command,
-    EnvironmentConfig,
-    JobDetails,
-    JobRequest,
-    JobStatus,
-    create_environment,
-)
+from resources.jobs.jobs import Call, Command, EnvironmentConfig, JobDetails, JobRequest, JobStatus, create_environment
 from resources.jobs.packaging import own_code, package_workspace
 from resources.jobs.results import pickled
 from resources.jobs.waiting import while_running

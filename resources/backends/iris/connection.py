@@ -94,9 +94,7 @@ class IrisController:
         """
         asked, device, tasks = request.resources, request.resources.device, request.replica_count * hosts
         resources = job_pb2.ResourceSpecProto(
-            cpu_millicores=asked.cpu * 1000,
-            memory_bytes=size_in_bytes(asked.ram),
-            disk_bytes=size_in_bytes(asked.disk),
+            cpu_millicores=asked.cpu * 1000, memory_bytes=size_in_bytes(asked.ram), disk_bytes=size_in_bytes(asked.disk)
         )
         if isinstance(device, TpuConfig):
             resources.device.CopyFrom(tpu_device(device.variant))

@@ -44,14 +44,7 @@ from resources.backends.kubernetes.records import (
 )
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BackendUnavailable, BadInput, UnsatisfiableResources
-from resources.jobs.jobs import (
-    Call,
-    Command,
-    JobDetails,
-    JobRequest,
-    JobStatus,
-    create_environment,
-)
+from resources.jobs.jobs import Call, Command, JobDetails, JobRequest, JobStatus, create_environment
 from resources.jobs.waiting import while_running
 from resources.settings import job_id as own_job_id
 from resources.settings import settings

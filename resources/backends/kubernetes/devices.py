@@ -150,7 +150,4 @@ def _affinity(resources: ResourceConfig) -> dict[str, Any]:
 
 
 def _preference(weight: int, label: str, value: str) -> dict[str, Any]:
-    return {
-        "weight": weight,
-        "preference": {"matchExpressions": [{"key": label, "operator": "In", "values": [value]}]},
-    }
+    return {"weight": weight, "preference": {"matchExpressions": [{"key": label, "operator": "In", "values": [value]}]}}

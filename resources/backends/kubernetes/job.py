@@ -39,12 +39,7 @@ class KubernetesJob:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        record: Record,
-        *,
-        owned: OwnedJob | None = None,
-        poll_seconds: float = 2.0,
+        self, cluster: Cluster, record: Record, *, owned: OwnedJob | None = None, poll_seconds: float = 2.0
     ) -> None:
         self._cluster = cluster
         self._record = record

@@ -44,9 +44,7 @@ def call_controller(controller: str, method: str, /, *, service: str = _CONTROLL
     """
     base = controller if "://" in controller else f"http://{controller}"
     request = urllib.request.Request(
-        f"{base}/{service}/{method}",
-        data=json.dumps(fields).encode(),
-        headers={"Content-Type": "application/json"},
+        f"{base}/{service}/{method}", data=json.dumps(fields).encode(), headers={"Content-Type": "application/json"}
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy inside a cluster
     try:

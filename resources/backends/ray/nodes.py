@@ -107,8 +107,7 @@ def gpu_type_resource(nodes: Iterable[RayNode], variant: str) -> str:
     names = {name for node in nodes for name in node.gpu_types}
     model = variant.lower().removeprefix("nvidia-")
     return next(
-        (_GPU_TYPE_PREFIX + name for name in sorted(names) if name.lower() == model),
-        _GPU_TYPE_PREFIX + variant,
+        (_GPU_TYPE_PREFIX + name for name in sorted(names) if name.lower() == model), _GPU_TYPE_PREFIX + variant
     )
 
 

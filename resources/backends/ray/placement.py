@@ -53,13 +53,7 @@ class HostPlace:
     """Options of its Ray task, once the place is granted."""
 
 
-async def place(
-    ray: Any,
-    resources: ResourceConfig,
-    replicas: int,
-    *,
-    on_waiting: Callable[[str], None],
-) -> Placement:
+async def place(ray: Any, resources: ResourceConfig, replicas: int, *, on_waiting: Callable[[str], None]) -> Placement:
     """Reserves the places of all replicas at once, waiting without a time limit. Cancelling releases the reservation.
 
     Args:

@@ -195,12 +195,7 @@ class _Run:
             return False
         try:
             self._ask(
-                "report",
-                **self._attempt,
-                process=self._process,
-                output=output,
-                announcement=now[0],
-                started=now[1],
+                "report", **self._attempt, process=self._process, output=output, announcement=now[0], started=now[1]
             )
             self._reported = now
         except Exception:  # noqa: BLE001 ray's: the controller is unreachable for now; the thread detects its death

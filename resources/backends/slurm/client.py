@@ -309,11 +309,7 @@ class SlurmClient:
         options.append(limit_warning(warning_seconds(self._slurm.options.get("time"))))
         try:
             slurm_id = self._slurm.submit(
-                options,
-                script=f"exec {shlex.join(program)}",
-                name=request.name,
-                folder=folder,
-                variables=variables,
+                options, script=f"exec {shlex.join(program)}", name=request.name, folder=folder, variables=variables
             )
         except AssayError:
             shutil.rmtree(folder)

@@ -213,13 +213,7 @@ def _id(line: Mapping[str, Any]) -> str:
 
 
 def _sample(
-    name: str,
-    number: str,
-    lines: list[Mapping[str, Any]],
-    output_type: str,
-    results: Results,
-    *,
-    before: int,
+    name: str, number: str, lines: list[Mapping[str, Any]], output_type: str, results: Results, *, before: int
 ) -> Sample:
     first = lines[0]
     arguments, answers = _arguments(first), _answers(first)

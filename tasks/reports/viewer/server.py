@@ -58,9 +58,7 @@ async def _serve(view: View, host: str, port: int, on_address: Callable[[str], N
             await web.TCPSite(runner, host, port, shutdown_timeout=_CLOSING_SECONDS).start()
         except OSError as error:
             raise BadInput(
-                expected=f"to listen at {host}, port {port}",
-                found=str(error),
-                remedy="name another --host or --port",
+                expected=f"to listen at {host}, port {port}", found=str(error), remedy="name another --host or --port"
             ) from error
         name, bound = runner.addresses[0][:2]
         on_address(f"http://{f'[{name}]' if ':' in name else name}:{bound}/{token}/")

@@ -43,10 +43,7 @@ _CALIBRATION = 0.82  # of the threshold, by simulation: the approximation is for
 _ALONE = 0.9  # of the threshold: the most that a single shortfall adds, unless it adds more
 _HEAVY = 3.0  # under a Student's t with at most this many degrees of freedom
 _MOST_ALIKE = 0.95  # lag-1 correlation
-_REACH, _CARRIED = (
-    2.5,
-    4.0,
-)  # clipping of errors, in spreads: in the correlation, and in the AR(1) prediction
+_REACH, _CARRIED = (2.5, 4.0)  # clipping of errors, in spreads: in the correlation, and in the AR(1) prediction
 _COMMON = 30.0, 5.0  # prior weights in pairs of errors: of the common correlation for each series, of 0 for the common
 _LATEST = 5  # latest errors of each series, to detect growing jitter
 _WORTH = 0.5  # degrees of freedom per prediction error, by simulation: the level is estimated from them too

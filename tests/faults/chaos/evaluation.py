@@ -67,12 +67,7 @@ def content(run: Path, output: Path) -> dict[str, Any]:
     """
     hot = {"do_sample": True, "temperature": 1.0, "seed": None, "max_gen_toks": 12, "until": ["\n"]}
     sampled = {"generation_kwargs": hot, "repeats": 2}
-    engine = {
-        "max_model_len": 512,
-        "dtype": "float32",
-        "kv_cache_memory_bytes": "64M",
-        "max_num_seqs": _AT_ONCE,
-    }
+    engine = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M", "max_num_seqs": _AT_ONCE}
     return {
         "model_path": str(run),
         "evaluation_path": str(output),

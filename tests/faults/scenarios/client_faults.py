@@ -170,16 +170,8 @@ CLIENT_SCENARIOS = (
         "afterwards the pool answers as before, and nothing is left in flight or open",
         _clients_leave,
     ),
+    Scenario("many-connections", "asks on all connections at once", "every client is answered", _many_connections),
     Scenario(
-        "many-connections",
-        "asks on all connections at once",
-        "every client is answered",
-        _many_connections,
-    ),
-    Scenario(
-        "large-prompts",
-        "asks with prompts of megabytes",
-        "the engine's own answer comes through",
-        _large_prompts,
+        "large-prompts", "asks with prompts of megabytes", "the engine's own answer comes through", _large_prompts
     ),
 )

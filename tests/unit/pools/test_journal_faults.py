@@ -17,19 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.journal import (
-    FACTS,
-    FIRST,
-    JSON,
-    SECOND,
-    answer,
-    asked,
-    claim_and_answer,
-    opened,
-    replayed,
-    rows,
-    sampled,
-)
+from fakes.journal import FACTS, FIRST, JSON, SECOND, answer, asked, claim_and_answer, opened, replayed, rows, sampled
 from fakes.polling import until
 from pools.journal.keys import Question
 from pools.journal.store import Journal

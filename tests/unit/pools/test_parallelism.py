@@ -129,12 +129,7 @@ def test_engine_kwargs_leave_the_rest_to_tensors(kwargs: dict[str, Any], tensor:
         ({"text_config": SEVEN, "num_attention_heads": 16}, 8, 1, "7 KV heads do not divide by 8"),
         ({"n_head": 12, "n_layer": 12}, 8, 1, "12 attention heads do not divide by 8"),
         ({"n_head": 71, "multi_query": True}, 71, 1, None),
-        (
-            {"num_attention_heads": [8, 16], "num_hidden_layers": 2},
-            8,
-            2,
-            None,
-        ),  # differs by layer: left to the engine
+        ({"num_attention_heads": [8, 16], "num_hidden_layers": 2}, 8, 2, None),  # differs by layer: left to the engine
         ({}, 8, 4, None),
     ],
 )

@@ -213,12 +213,7 @@ async def test_engine_refusal_is_passed_through_once(
     ids=["NaN", "much NaN", "too many numbers", "too many lists", "many numbers", "a long text"],
 )
 async def test_body_that_would_be_parsed_for_long_is_refused(
-    proxy: RunningProxy,
-    engine: FakeEngine,
-    http: aiohttp.ClientSession,
-    model: str,
-    values: bytes,
-    expected: int,
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str, values: bytes, expected: int
 ) -> None:
     proxy.tell(state_of(model, engine))
     body = b'{"model": "%b", "prompt": "a", "max_tokens": 1, "ignored": [%b]}' % (model.encode(), values)

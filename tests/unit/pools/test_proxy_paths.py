@@ -206,9 +206,7 @@ async def test_stream_of_a_response_that_breaks_ends_with_an_error_event(
             _ = [event async for event in stream]
 
 
-async def test_sampled_response_is_always_asked_again_for_any_other_fields(
-    tmp_path: Path,
-) -> None:
+async def test_sampled_response_is_always_asked_again_for_any_other_fields(tmp_path: Path) -> None:
     body = {"model": MODEL, "input": "Once", "max_tokens": 0, "echo": True, "temperature": 1}
     headers = {"Authorization": f"Bearer {CLIENT_KEY}"}
     async with FakeEngine() as engine, httpx.AsyncClient(headers=headers) as http:

@@ -147,11 +147,7 @@ def test_failed_start_is_the_models_where_the_loader_refuses(
 
 @pytest.mark.parametrize(
     ("script", "says_memory"),
-    [
-        ("import os; os.kill(os.getpid(), 9)", True),
-        ("raise SystemExit('EngineDeadError: gone')", True),
-        ("", False),
-    ],
+    [("import os; os.kill(os.getpid(), 9)", True), ("raise SystemExit('EngineDeadError: gone')", True), ("", False)],
 )
 def test_more_memory_is_asked_for_only_after_a_kill(tmp_path: Path, script: str, says_memory: bool) -> None:
     client = LocalClient(tmp_path / "jobs")

@@ -211,11 +211,7 @@ def test_job_of_a_kind_inherits_what_its_kind_may_and_what_the_user_names(
     kind: str, tmp_path: Path, client: LocalClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secrets = {"WANDB_API_KEY", "PREFECT_API_KEY", "OPENAI_API_KEY", "ASSAY_ACTOR_KEY", "ASSAY_POOL_ADMIN_KEY"}
-    secrets |= {
-        "VLLM_ATTENTION_BACKEND",
-        "VLLM_MODEL_REDIRECT_PATH",
-        "VLLM_API_KEY",
-    }
+    secrets |= {"VLLM_ATTENTION_BACKEND", "VLLM_MODEL_REDIRECT_PATH", "VLLM_API_KEY"}
     some_kinds = {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "VLLM_CPU_KVCACHE_SPACE", "RAY_ADDRESS"}
     named = {"MY_MIRROR", "CORP_REGION", "ASSAY_INHERIT"}
     for name in secrets | some_kinds | named:

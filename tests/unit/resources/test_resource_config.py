@@ -77,10 +77,7 @@ def test_tpu_config_accepts_the_names_people_use() -> None:
         ({"cpus": 3}, "Extra inputs"),
         ({"ram": "much"}, "expected a size such as 512m"),
         ({"device": {"kind": "gpu", "type": "H100", "variant": "A100"}}, "mean the same field"),
-        (
-            {"device": {"kind": "tpu", "type": "v5e-16", "count": 8}},
-            r"16 chips \(4 VMs with 4 each\). Write count=16",
-        ),
+        ({"device": {"kind": "tpu", "type": "v5e-16", "count": 8}}, r"16 chips \(4 VMs with 4 each\). Write count=16"),
     ],
 )
 def test_wrong_resources_are_refused_with_their_remedy(content: dict[str, object], message: str) -> None:

@@ -40,13 +40,7 @@ def test_replica_with_gpus_becomes_options_of_sbatch() -> None:
 
 def test_several_replicas_ask_for_memory_by_core_and_gpus_by_task() -> None:
     options = sbatch_options(ResourceConfig.with_gpu("auto", 4, cpu=8, ram="10g"), NODES, replicas=3)
-    assert options == [
-        "--ntasks=3",
-        "--cpus-per-task=8",
-        "--mem-per-cpu=1280M",
-        "--tmp=102400M",
-        "--gpus-per-task=4",
-    ]
+    assert options == ["--ntasks=3", "--cpus-per-task=8", "--mem-per-cpu=1280M", "--tmp=102400M", "--gpus-per-task=4"]
 
 
 def test_what_a_cluster_does_not_count_is_not_asked_for() -> None:

@@ -148,10 +148,7 @@ def test_waiting_job_reports_the_number_of_slices_and_their_problems(nodes: list
 
 def test_hosts_of_a_slice_know_each_other_and_no_other_slice() -> None:
     slices = slices_of(hosts("s", "v4-16", vms=2), TpuConfig(variant="v4-16"))
-    assert slice_variables(slices, 0, 1) == {
-        "TPU_WORKER_ID": "1",
-        "TPU_WORKER_HOSTNAMES": "s-0,s-1",
-    }
+    assert slice_variables(slices, 0, 1) == {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "s-0,s-1"}
 
 
 def test_hosts_of_several_slices_meet_at_the_first_host_of_the_first() -> None:

@@ -293,10 +293,7 @@ def test_cloud_run_job_without_a_gpu_names_no_gpu() -> None:
 def test_vertex_job_of_a_slice_names_machine_and_topology() -> None:
     only = regions(region("us-east5", "vertex-ai"))
     spec = rendered("vertex-ai", choose_work_pool(V6E, regions=only).job_variables)["job_spec"]
-    assert spec["worker_pool_specs"][0]["machine_spec"] == {
-        "machine_type": "ct6e-standard-8t",
-        "tpu_topology": "2x4",
-    }
+    assert spec["worker_pool_specs"][0]["machine_spec"] == {"machine_type": "ct6e-standard-8t", "tpu_topology": "2x4"}
 
 
 # --- The work pools themselves ---------------------------------------------------------------------------------------

@@ -283,9 +283,7 @@ def test_cell_of_a_benchmark_that_was_never_asked_says_what_its_plan_lets_expect
     tmp_path: Path, *, rated: bool
 ):
     cell = make_cell(
-        tmp_path,
-        evaluator="lm_evaluation_harness",
-        pool_config={"model": {"name": "run-a"}, "resource_config": SLICES},
+        tmp_path, evaluator="lm_evaluation_harness", pool_config={"model": {"name": "run-a"}, "resource_config": SLICES}
     )
     if rated:
         before = make_record(
@@ -373,11 +371,7 @@ def test_price_with_a_judge_elsewhere_is_at_least_that_of_the_engine(tmp_path: P
 def test_attempt_goes_on_when_the_proxy_is_killed_under_it(tmp_path: Path):
     cell = make_cell(tmp_path, evaluator="lm_evaluation_harness", pool_config={"model": {"name": "run-a"}})
     checkpoint = Servable.from_uri(cell.reference.name, cell.reference.uri)
-    with (
-        running_proxy(tmp_path) as first,
-        session_of(first, checkpoint) as session,
-        ThreadPoolExecutor(1) as threads,
-    ):
+    with running_proxy(tmp_path) as first, session_of(first, checkpoint) as session, ThreadPoolExecutor(1) as threads:
         harness = Harness(
             ending(sound, code=f"import os; os.kill({first.process.pid}, 9)", needs_endpoint=True),
             Path(sys.executable),

@@ -41,10 +41,7 @@ def qualification(*steps: tuple[Build, Build, Verdict]) -> Qualification:
 def test_build_of_a_record_names_engine_harness_and_data_of_the_benchmark() -> None:
     record = make_record(
         metrics=(make_metric("group").model_copy(update={"parts": {"part": 1.0}}), make_metric("other")),
-        details={
-            "part": BenchmarkDetails(questions=3, data="abc"),
-            "other": BenchmarkDetails(questions=3, data="def"),
-        },
+        details={"part": BenchmarkDetails(questions=3, data="abc"), "other": BenchmarkDetails(questions=3, data="def")},
         versions={**versions(), "lm_eval": "0.4.9", "judge": "a-model", "win_rate of x": "not reported"},
     )
 

@@ -307,11 +307,7 @@ def test_processes_that_race_for_cells_on_disk_evaluate_each_once(tmp_path: Path
     cancelled=st.booleans(),
 )
 def test_claims_in_any_order_publish_everything_and_nothing_twice(
-    store: type[ConditionalStore],
-    order: list[int],
-    dies_at: dict[int, int],
-    sleeps: dict[int, float],
-    cancelled: bool,
+    store: type[ConditionalStore], order: list[int], dies_at: dict[int, int], sleeps: dict[int, float], cancelled: bool
 ):
     store.reset()
     creates_exclusively.cache_clear()

@@ -136,10 +136,7 @@ def write_yaml(folder: Path, content: object) -> str:
     [
         ({"model_pth": "x"}, "model_pth: unknown key; did you mean model_path?"),
         ({"evals": [{"name": "x", "num_fewshots": 1}]}, "evals.0.num_fewshots: unknown key; did you mean num_fewshot?"),
-        (
-            {"pool_config": {"model": {"name": "m"}, "resource_config": {"replcas": 2}}},
-            "did you mean replicas?",
-        ),
+        ({"pool_config": {"model": {"name": "m"}, "resource_config": {"replcas": 2}}}, "did you mean replicas?"),
         (
             {"pool_config": {"model": {"name": "m"}, "resource_config": {"device": {"kind": "gpu", "cout": 2}}}},
             "did you mean count?",

@@ -31,13 +31,7 @@ def _link_out(path: Path) -> None:
 @pytest.mark.parametrize("use_index", [False, True])
 @pytest.mark.parametrize(
     "make",
-    [
-        os.mkfifo,
-        _link_out,
-        Path.mkdir,
-        lambda path: path.symlink_to("/dev/zero"),
-        lambda path: path.symlink_to(path),
-    ],
+    [os.mkfifo, _link_out, Path.mkdir, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(path)],
 )
 def test_hostile_record_costs_its_own_cell(make: Callable[[Path], None], use_index: bool, tmp_path: Path) -> None:
     evaluations = tmp_path / "evaluations"

@@ -328,11 +328,7 @@ def test_samples_recorded_run_gives_each_question_once_with_the_scores_of_all_fi
     assert len(samples) == 35 == len({(sample.benchmark, sample.id) for sample in samples})
     [words] = [sample for sample in samples if sample.benchmark == "shape_words" and sample.id.startswith("1-")]
     assert words.id == "1-8fdbcfe3e64d"
-    assert (words.prompt, words.output, words.target) == (
-        "The sides of a square, in one word:",
-        "D5oB1r",
-        "four",
-    )
+    assert (words.prompt, words.output, words.target) == ("The sides of a square, in one word:", "D5oB1r", "four")
     assert words.scores == {"exact_match,strict": 0.0, "exact_match,flexible": 0.0}
     [few] = [sample for sample in samples if sample.benchmark == "shapes_few" and sample.id.startswith("0-")]
     assert (few.prompt, few.target, few.scores) == ("A triangle has", "three", {"acc": 0.0})

@@ -63,11 +63,7 @@ def variables(request: JobRequest) -> Mapping[str, str]:
 
 @pytest.mark.parametrize(
     ("resources", "kind", "replicas"),
-    [
-        (ResourceConfig(), "cpu", 1),
-        (ResourceConfig.with_gpu("H100", 8), "gpu", 1),
-        (ON_TPU, "tpu", 2),
-    ],
+    [(ResourceConfig(), "cpu", 1), (ResourceConfig.with_gpu("H100", 8), "gpu", 1), (ON_TPU, "tpu", 2)],
 )
 def test_training_asks_for_device_and_replicas_of_its_resources(
     tmp_path: Path, resources: ResourceConfig, kind: str, replicas: int

@@ -87,9 +87,6 @@ def load(checkpoint: dict[str, Any], *, max_length: int, precision: str | None, 
         max_length: limit of tokens per request, besides the model's own.
         precision: jmp's policy; chosen by the devices if None.
         rows: rows that a device computes at once.
-
-    Raises:
-        Refused: a part is missing, or Levanter does not support the architecture.
     """
     policy = precision or (PLAIN if jax.default_backend() == "cpu" else ACCELERATED)
     trainer = TrainerConfig(mp=jmp.get_policy(policy), require_accelerator=False, per_device_eval_parallelism=rows)
@@ -214,10 +211,7 @@ def _load_huggingface(uri: str, config: Any, hf_config: Any, tokenizer: Any, tra
         ignore_prefix="transformer" if hf_config.model_type == "gpt2" else None,
     )
     return converter.load_pretrained(
-        config.model_type,
-        config=config,
-        axis_mapping=trainer.parameter_axis_mapping,
-        dtype=trainer.mp.compute_dtype,
+        config.model_type, config=config, axis_mapping=trainer.parameter_axis_mapping, dtype=trainer.mp.compute_dtype
     )
 
 

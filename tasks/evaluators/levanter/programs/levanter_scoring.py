@@ -186,10 +186,7 @@ class LevanterLM(TemplateLM):
         row = min(self.max_length, max(SHORTEST_ROW, 1 << (longest - 1).bit_length()))
         position = self.model.network.Pos.resize(row)
         packed = greedy_pack_prompt_completions(
-            position,
-            requests,
-            pad_token=PADDING,
-            max_segments_per_example=MOST_IN_A_ROW if self.model.packed else 1,
+            position, requests, pad_token=PADDING, max_segments_per_example=MOST_IN_A_ROW if self.model.packed else 1
         )
         # Packing is the same in every run, so the remaining rows also give the same numbers.
         keys = [_key_of(self.journal, example) for example in packed]
