@@ -94,8 +94,7 @@ class SlurmJob(FolderJob):
             return not has_failed
         now = self._details(known, seen)
         if JobStatus(now["status"]).finished:
-            if now != self._read():
-                self._write(now)
+            self._write(now)
             return False
         if seen is None or is_to_stop:
             return True
@@ -116,8 +115,7 @@ class SlurmJob(FolderJob):
             seen = self._slurm.state_now(self._slurm_id) if self._slurm_id else None
             details = self._details(self._read(), seen)
             if JobStatus(details["status"]).finished and (seen is None or seen.has_ended):
-                if details != self._read():
-                    self._write(details)
+                self._write(details)
                 return
             if seen is not None and seen.is_waiting:
                 self._slurm.cancel(self._slurm_id)
