@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PACKAGES = ("flows", "tasks", "pools", "resources")
-DEPLOYMENTS = [f"deployments/{name}" for name in ("prefect.yaml", "regions.yaml", "ray", "work-pools")]
+DEPLOYMENTS = [f"deployments/{name}" for name in ("prefect.yaml", "regions.yaml", "work-pools")]
 DEPLOYED = ("flows.series.evaluate_checkpoints", "flows.reconcile.reconcile_policy")
 IMPORT_EVERYTHING = """
 import importlib, pathlib, sys
