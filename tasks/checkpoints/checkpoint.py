@@ -23,7 +23,9 @@ Inputs = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A discovered checkpoint; `problems` lists why it is incomplete. If merged, it has `inputs`; `uri` is a name."""
+    """A discovered checkpoint; `problems` lists why it is incomplete. If merged, it has `inputs`; `uri` is a name.
+    Where its path names no step, `step` is 0 and `label` says what it is, such as `best`, `final` or `epoch 2`; a run
+    that is a single folder has neither."""
 
     uri: str
     run: str
@@ -34,6 +36,7 @@ class Checkpoint:
     problems: tuple[str, ...] = ()
     folder: ModelFolder | None = field(default=None, repr=False)
     inputs: tuple[Checkpoint, ...] = field(default=(), repr=False)
+    label: str | None = None
 
     @property
     def complete(self) -> bool:

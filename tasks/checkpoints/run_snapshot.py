@@ -53,7 +53,8 @@ _GLOB = frozenset("*?[")
 @dataclass(frozen=True, slots=True)
 class SeenCheckpoint:
     """A checkpoint as a listing shows it: `listing` changes with any of its files, `problems` lists why it is
-    incomplete, `digest` is set by `with_digests` only, `merged` are the steps of a merged checkpoint's inputs."""
+    incomplete, `digest` is set by `with_digests` only, `merged` are the steps of a merged checkpoint's inputs, `label`
+    is as in `Checkpoint`."""
 
     uri: str
     name: str
@@ -63,6 +64,7 @@ class SeenCheckpoint:
     problems: tuple[str, ...]
     digest: str | None = None
     merged: Inputs = ()
+    label: str | None = None
 
     @property
     def inputs(self) -> Inputs:
