@@ -9,7 +9,8 @@ A name is a kind, the input checkpoints, and for most kinds a parameter:
 
 `RUN@STEPS` takes checkpoints of a run: `1000`, `1000+2000`, `1000..2000`, `..2000`, `1000..`, `..` or `last:5`. A
 location without `@` is a single checkpoint. A name with single checkpoints only is resolved, and is the location of the
-merged checkpoint for pools and records. In a location `,()@%` are written as `%` and their hex digits.
+merged checkpoint for pools and records. In a location `,()@%` are written as `%` and their hex digits, except in the
+name of a checkpoint with options (see `overrides`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, get_args
 
+from pools.weights.overrides import OVERRIDE, Override, override_of, quoted, unquoted, without_options
 from resources.errors import BadInput
 
 MergeKind = Literal["mean", "ema", "wsm", "interpolate"]
@@ -31,8 +33,8 @@ STEPS_PATTERN = r"last:[1-9][0-9]*|[0-9]*\.\.[0-9]*|[0-9]+(?:\+[0-9]+)*"
 _STEPS = re.compile(STEPS_PATTERN)
 _NUMBERS = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:\+[0-9]+(?:\.[0-9]+)?)*")
 _WORD = re.compile("[a-z]+")
-_RESERVED = {letter: f"%{ord(letter):02X}" for letter in "%,()@"}
-_QUOTED = re.compile("|".join(_RESERVED.values()))
+_COMMA = re.compile(r",(?![^()]*\))")  # of the merge, not of the options of an input
+_INPUT = re.compile(rf"[^()]+|{OVERRIDE}(@.+)?")
 _EXAMPLES = "mean(RUN@8000..10000), ema(RUN@last:5, 0.9), wsm(RUN@last:5, cosine) or interpolate(A@1000, B@2000, 0.3)"
 
 _DECAYS: dict[str, Callable[[Fraction], float]] = {
@@ -51,8 +53,8 @@ class Source:
     steps: str = ""
 
     def __str__(self) -> str:
-        quoted = "".join(_RESERVED.get(letter, letter) for letter in self.location)
-        return f"{quoted}@{self.steps}" if self.steps else quoted
+        written = self.location if override_of(self.location) else quoted(self.location)
+        return f"{written}@{self.steps}" if self.steps else written
 
     @property
     def last(self) -> int | None:
@@ -147,10 +149,10 @@ def merge_of(location: str) -> Merge | None:
     if matched is None:
         return None
     kind: MergeKind = matched[1]  # pyright: ignore[reportAssignmentType]
-    parts = [part.strip() for part in matched[2].split(",")]
+    parts = [part.strip() for part in _COMMA.split(matched[2])]
     parameters = _WORD if kind == "wsm" else _NUMBERS
     parameter = parts.pop() if len(parts) > 1 and parameters.fullmatch(parts[-1]) else ""
-    if not all(parts) or any(set("()") & set(part) for part in parts):
+    if not all(map(_INPUT.fullmatch, parts)):
         raise BadInput(expected=_EXAMPLES, found=location, remedy="write it so; in paths, %2C for a comma, %28 and %29")
     if kind != "wsm":
         parameter = "+".join(map(_shortest, filter(None, parameter.split("+"))))
@@ -168,19 +170,30 @@ def _shortest(number: str) -> str:
 
 
 def locations_of(location: str) -> tuple[str, ...]:
-    """Returns the locations of the files behind a location: the inputs of a merged checkpoint, or itself."""
+    """Returns the locations of the files behind a location, without options: those of a merge's inputs, or its own."""
     merge = merge_of(location)
-    return merge.locations if merge else (location,)
+    return tuple(map(without_options, merge.locations if merge else (location,)))
 
 
 def with_each_location(location: str, changed: Callable[[str], str]) -> str:
-    """Returns a location in changed form; in a merge's name, each input location is changed."""
-    merge = merge_of(location)
-    return str(merge.with_locations(changed)) if merge else changed(location)
+    """Returns a location in changed form; in a name, each location of an input and of an option is changed."""
+    if (merge := merge_of(location)) is not None:
+        return str(merge.with_locations(lambda each: with_each_location(each, changed)))
+    override = override_of(location)
+    return str(override.with_locations(changed)) if override else changed(location)
+
+
+def with_options(location: str, **options: str | None) -> str:
+    """Returns the name of a location, or of a merge of such, with the options that are not None; see `overrides`."""
+    if (merge := merge_of(location)) is not None:
+        return str(merge.with_locations(lambda each: with_options(each, **options)))
+    given = {name: value for name, value in options.items() if value is not None}
+    return str(replace(override_of(location) or Override(location), **given))
 
 
 def _source(part: str) -> Source:
     location, _, steps = part.rpartition("@")
     if not location or not _STEPS.fullmatch(steps):
         location, steps = part, ""
-    return Source(_QUOTED.sub(lambda quoted: chr(int(quoted[0][1:], 16)), location), steps)
+    override = override_of(location)
+    return Source(str(override) if override else unquoted(location), steps)

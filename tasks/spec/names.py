@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from pools.weights.merges import Merge, locations_of, merge_of
+from pools.weights.overrides import override_of, without_options
 from resources.errors import BadInput
 from resources.storage import storage
 
@@ -33,6 +34,7 @@ def name_of(uri: str) -> tuple[str, str, int]:
     name while its steps are unresolved."""
     if (merge := merge_of(uri)) is not None:
         return _name_of_merge(merge)
+    uri = without_options(uri)
     uri = _OF_RUN.sub(r"/\1/artifacts/", _REGISTERED.sub(r"/\1-\2", _NUMBERED.sub(r"/\1-v\2", uri)))
     absolute = uri if uri.startswith("/") else storage.absolute(uri)
     local = absolute.split("://", 1)[1] if "://" in absolute else absolute
@@ -86,6 +88,8 @@ def place_of(uri: str) -> str:
     """Returns a checkpoint's path without `hf`, which is unchanged by rewriting it or moving it into or out of `hf`."""
     if (merge := merge_of(uri)) is not None:
         return str(merge.with_locations(place_of))
+    if (override := override_of(uri)) is not None:
+        return override.at(place_of(override.location))
     return storage.join(run_folder_of(uri), storage.basename(_without_export(uri)))
 
 
