@@ -22,7 +22,7 @@ from pools.engine.engine_client import CANARY_PROMPTS, EngineClient
 from pools.engine.launch import ServedCheckpoint
 from pools.engine.reload_trust import ROUNDING_NATS
 from pools.journal.terms import ROUNDING
-from pools.weights.model_files import read_json
+from pools.weights.formats import read_json
 from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
 
 LONGEST = 300

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from pools.engine.engines import (
 from pools.protocol import ServedModel
 from pools.settings import ENGINE_KEY_VARIABLE
 from pools.weights.layouts import inspect_checkpoint
+from pools.weights.making import python_with_torch
 from pools.weights.merges import locations_of, with_each_location
 from pools.weights.model_files import (
     IGNORED_CONFIG_KEYS,
@@ -136,9 +138,13 @@ def digests_of(served: ServedModel) -> ModelDigests:
     return ModelDigests(weights=served.weights, tokenizer=served.tokenizer, config=served.config)
 
 
-def staging() -> Staging:
-    """Returns this machine's storage for copies of checkpoints."""
-    return Staging(settings().staging_dir, max_bytes=settings().staging_max_bytes)
+def staging(environment: str | None = None) -> Staging:
+    """Returns this machine's storage for copies of checkpoints.
+
+    `environment` is that of `python_with_torch`.
+    """
+    python = partial(python_with_torch, environment)
+    return Staging(settings().staging_dir, max_bytes=settings().staging_max_bytes, python=python)
 
 
 def why_not_reload(running: ServedCheckpoint, checkpoint: ServedCheckpoint) -> str | None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from pools.config import InferencePoolConfig
-from pools.engine.launch import HostPart, Launcher, ServedCheckpoint, digests_of, engine_job, staging
+from pools.engine.launch import HostPart, Launcher, ServedCheckpoint, digests_of, engine_job, environment_name, staging
 from pools.protocol import Failure, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient
 from pools.replica.gang import HostOrders, HostState, leave
@@ -54,7 +54,7 @@ class Follower:
         self._orders = HostOrders()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._staging = staging()
+        self._staging = staging(environment_name(config))
         self._staged: dict[str, StagedFolder] = {}
         self._job: JobHandle | None = None
         self._door: str | None = None

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pools.weights.content import content_digest
+from pools.weights.formats import Tensor, irregular, read_json
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
     CONFIG_FILES,
@@ -21,8 +22,6 @@ from pools.weights.model_files import (
     checkpoint_files,
     inspect_model_folder,
     inspect_reference_folder,
-    irregular,
-    read_json,
     read_tensors,
     small_files,
 )
@@ -56,7 +55,7 @@ def merged_folder(uri: str, inputs: Sequence[ModelFolder]) -> ModelFolder:
     problems = [f"{problem} in {folder.uri}" for folder in inputs for problem in folder.problems]
     files = {f"{number}/{name}": file for number, folder in enumerate(inputs) for name, file in folder.files.items()}
     if not problems:
-        _require_alike(inputs)
+        require_alike(inputs)
     return ModelFolder(
         uri=uri,
         files={**last.files, **files},
@@ -68,7 +67,8 @@ def merged_folder(uri: str, inputs: Sequence[ModelFolder]) -> ModelFolder:
     )
 
 
-def _require_alike(folders: Sequence[ModelFolder]) -> None:
+def require_alike(folders: Sequence[ModelFolder]) -> None:
+    """Raises CheckpointError unless checkpoints can be averaged; tensors of weights that must be made are not known."""
     *others, last = folders
     problem = _cannot_be_averaged(last)
     expected = "weights in bfloat16, float16, float32 or float64 to average"
@@ -80,10 +80,14 @@ def _require_alike(folders: Sequence[ModelFolder]) -> None:
 
 
 def _cannot_be_averaged(folder: ModelFolder) -> str | None:
-    for name, tensor in read_tensors(folder).items():
+    for name, tensor in _known_tensors(folder).items():
         if tensor.dtype not in AVERAGED | KEPT:
             return f"{name} is {tensor.dtype} in {folder.uri}"
     return None
+
+
+def _known_tensors(folder: ModelFolder) -> Mapping[str, Tensor]:
+    return read_tensors(folder) if folder.made_by is None else {}
 
 
 def _difference(folder: ModelFolder, other: ModelFolder) -> str | None:
@@ -93,6 +97,8 @@ def _difference(folder: ModelFolder, other: ModelFolder) -> str | None:
     texts = sorted((files.keys() | others.keys()) - set(CONFIG_FILES))
     if changed := [name for name in texts if not _same(files.get(name), others.get(name))]:
         return f"the tokenizer differs ({_named(changed)})"
+    if folder.made_by is not None or other.made_by is not None:
+        return None
     tensors, other_tensors = read_tensors(folder), read_tensors(other)
     if changed := sorted(tensors.keys() ^ other_tensors.keys()):
         return f"the names of tensors differ ({_named(changed)})"

@@ -21,17 +21,10 @@ import numpy as np
 
 from pools.weights.checkpoint_copy import Filling, changed_since_planned, counted, require_planned
 from pools.weights.content import file_identity
-from pools.weights.layouts import KEPT, inspect_checkpoint
+from pools.weights.formats import Tensor, read_safetensors_header
+from pools.weights.layouts import KEPT, inspect_checkpoint, require_alike
 from pools.weights.merges import merge_of
-from pools.weights.model_files import (
-    ModelFolder,
-    Tensor,
-    digest_model_folder,
-    inspect_model_folder,
-    read_safetensors_header,
-    read_tensors,
-    served_files,
-)
+from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_model_folder, read_tensors, served_files
 from resources.errors import CheckpointError, StorageError
 from resources.storage import storage
 from resources.storage.bounded_folder import Hold
@@ -154,6 +147,7 @@ def merge_checkpoints(filling: Filling, *, hold_copy: Callable[[ModelFolder], Ho
 
     with ExitStack() as held:
         inputs = [_on_this_machine(each, hold_copy, held) for each in folder.inputs]
+        require_alike(inputs)
         last = inputs[-1]
         sources = served_files(last)
         total_bytes = sum(source.size for source in sources.values())
@@ -192,7 +186,7 @@ def _identities(folder: ModelFolder) -> list[object]:
 
 
 def _on_this_machine(folder: ModelFolder, hold_copy: Callable[[ModelFolder], Hold], held: ExitStack) -> ModelFolder:
-    if storage.is_local(folder.uri):
+    if storage.is_local(folder.uri) and folder.made_by is None:
         return folder
     hold = hold_copy(folder)
     held.callback(hold.release)

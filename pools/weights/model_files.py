@@ -7,7 +7,6 @@ store has no checksum of its own. Every served file is digested.
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,25 +14,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pools.weights.content import content_digest, hash_of
+from pools.weights.formats import (
+    INDEX_NAME,
+    INDEX_RECIPE,
+    Tensor,
+    Weights,
+    irregular,
+    read_json,
+    read_safetensors_header,
+    weights_in,
+)
 from pools.weights.merges import merge_of
-from resources.errors import CheckpointError, CheckpointGone, IncompleteCheckpoint, StorageError
+from resources.errors import CheckpointError, CheckpointGone, IncompleteCheckpoint
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 
-INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """Files with the vocabulary, of which any is sufficient; `tokenizer_config.json` is required as well."""
 CONFIG_FILES = ("config.json", "generation_config.json")
 """Files that the config's digest is over."""
 IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version")
 """Keys of a config that have no effect on a model."""
-_LARGEST_HEADER_BYTES = 100_000_000  # limit of the safetensors format itself
 _LARGEST_SMALL_BYTES = 2**27  # the largest vocabularies have a quarter of it
 _READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 """Suffixes of the files that tokenizers and engines read in addition to the weights."""
 _FIRST_COMPARED_BYTES, _COMPARED_BYTES = 4096, 2**24
 _MERGING = "merge 1"  # increase it when the same names and files give other numbers
-_CANNOT_BE_READ = "cannot be read"
 _NOT_THERE = (" is missing", " is there", " is not there", " is gone", " weight shards without ")
 _NEVER_SERVED = (
     # Weights in other formats, and adapters, which engines would mistake for the weights.
@@ -44,19 +50,6 @@ _NEVER_SERVED = (
     "events.out.tfevents*", "STABLE",
 )  # fmt: skip
 """Files that are hidden from engine and tokenizer, and so are in no digest, unless they are the weights."""
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A parameter as described by a safetensors header, with the file and the byte range of its content."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    uri: str = field(default="", compare=False)
-    span: tuple[int, int] = field(default=(0, 0), compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,8 @@ class ModelFolder:
     """An inspected model folder. `problems` is empty if and only if it is complete and can be evaluated.
 
     `kind` is its layout. For Levanter's own, `reference` is the folder with config and tokenizer. A merged checkpoint
-    has its name as `uri`.
+    has its name as `uri`. `weight_files` of weights that must be made are the inputs of their recipe; `inputs` are
+    further models that it needs.
     """
 
     uri: str
@@ -89,6 +83,10 @@ class ModelFolder:
     kind: Literal["huggingface", "levanter"] = "huggingface"
     reference: ModelFolder | None = field(default=None, repr=False)
     inputs: tuple[ModelFolder, ...] = field(default=(), repr=False)
+    made_by: str | None = None
+    """Recipe by which weights that no engine reads are made into safetensors while staged: a word, its version."""
+    notes: tuple[str, ...] = ()
+    """What was chosen of several things in the folder, and what was left out."""
 
     @property
     def complete(self) -> bool:
@@ -138,30 +136,48 @@ def served_files(folder: ModelFolder) -> dict[str, FileInfo]:
 def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> ModelFolder:
     """Checks that a folder holds a whole model that an engine can serve; failures go into `problems`."""
     described = inspect_reference_folder(uri, files)
-    by_name, problems = described.files, list(described.problems)
-    weights, tensors = _weight_files(by_name, problems)
-    shard_of: dict[str, str] = {}
+    problems = list(described.problems)
+    weights = weights_in(described.files, problems)
+    problems += [
+        f"{ascii(name)[1:-1]} is named by {weights.index_name} and is not there"
+        for name in weights.files
+        if name not in described.files
+    ]
+    present = [name for name in weights.files if name in described.files]
+    made_by, notes = weights.made_by, weights.notes
+    if made_by is not None:
+        problems += filter(None, (irregular(described.files[name]) for name in present))
+    elif twice := _held_twice([described.files[name] for name in present], weights, problems):
+        made_by = INDEX_RECIPE
+        notes += (f"{ascii(twice[0])[1:-1]} is in several shards: the shard in {INDEX_NAME} counts",)
+    return replace(
+        described, problems=tuple(problems), weight_files=tuple(present), made_by=made_by, notes=described.notes + notes
+    )
+
+
+def _held_twice(shards: Sequence[FileInfo], weights: Weights, problems: list[str]) -> list[str]:
+    holders: dict[str, list[str]] = {}
     before = len(problems)
-    for name in weights:
-        if name not in by_name:
-            problems.append(f"{ascii(name)[1:-1]} is named by {INDEX_NAME} and is not there")
-            continue
+    for file in shards:
         try:
-            held = read_safetensors_header(by_name[name])
+            for tensor in read_safetensors_header(file):
+                holders.setdefault(tensor, []).append(storage.basename(file.uri))
         except CheckpointError as error:
             problems.append(error.found)
-            continue
-        # Engines read every shard, so the last of two shards would win, against the index.
-        problems += [
-            f"{ascii(f'{tensor} is in {shard_of[tensor]} and in {name}')[1:-1]}; write the weights again"
-            for tensor in sorted(held.keys() & shard_of.keys())[:1]
-        ]
-        shard_of |= dict.fromkeys(held, name)
-    if len(problems) == before and (missing := sorted(tensors - shard_of.keys())):
+    twice = sorted(tensor for tensor, names in holders.items() if names[1:])
+    unclear = [tensor for tensor in twice if weights.shard_of.get(tensor) not in holders[tensor]]
+    problems += [
+        f"{ascii(f'{tensor} is in {holders[tensor][0]} and in {holders[tensor][1]}')[1:-1]}; write the weights again"
+        for tensor in unclear[:1]
+    ]
+    if (
+        len(problems) == before
+        and len(shards) == len(weights.files)
+        and (missing := sorted(weights.shard_of.keys() - holders.keys()))
+    ):
         named = ascii(", ".join(missing[:3]))[1:-1]
         problems.append(f"{INDEX_NAME} names {named}, which no shard holds; write the weights again")
-    weight_files = tuple(name for name in weights if name in by_name)
-    return replace(described, problems=tuple(problems), weight_files=weight_files)
+    return twice
 
 
 def inspect_staged_folder(folder: Path) -> ModelFolder:
@@ -204,25 +220,6 @@ def checkpoint_files(uri: str) -> list[FileInfo]:
     return storage.list_files(uri, within=storage.parent(run) if storage.basename(run) == "hf" else run)
 
 
-def may_pass(problem: str) -> bool:
-    """Returns True if a problem may disappear without a change in the file listing."""
-    return _CANNOT_BE_READ in problem
-
-
-def irregular(file: FileInfo) -> str | None:
-    """Returns the problem of a file that must not be opened; None for a regular file."""
-    if file.regular:
-        return None
-    name = ascii(storage.basename(file.uri))[1:-1]
-    return f"{name} is no regular file: a pipe, a device, or a link to nothing or out of its run's folder"
-
-
-def _unreadable(file: FileInfo, error: StorageError) -> str:
-    if not storage.is_local(file.uri):
-        raise error
-    return f"{storage.basename(file.uri)} {_CANNOT_BE_READ}: {error.found}"
-
-
 def _read_config(files: Mapping[str, FileInfo], problems: list[str]) -> Mapping[str, Any]:
     if "config.json" not in files:
         problems.append("config.json is missing")
@@ -237,89 +234,10 @@ def _read_config(files: Mapping[str, FileInfo], problems: list[str]) -> Mapping[
     return config
 
 
-def read_json(file: FileInfo, problems: list[str]) -> dict[str, Any]:
-    """Returns the JSON object in a file; on failure an empty object, with the reason appended to `problems`."""
-    name = storage.basename(file.uri)
-    if problem := irregular(file):
-        problems.append(problem)
-        return {}
-    try:
-        content = json.loads(storage.read_bytes(file.place))
-    except FileNotFoundError:
-        problems.append(f"{name} is missing")
-        return {}
-    except (ValueError, RecursionError):
-        problems.append(f"{name} is not valid JSON (cut off?)")
-        return {}
-    except StorageError as error:
-        problems.append(_unreadable(file, error))
-        return {}
-    if not isinstance(content, dict):
-        problems.append(f"{name} holds no JSON object")
-        return {}
-    return content
-
-
-def _weight_files(files: Mapping[str, FileInfo], problems: list[str]) -> tuple[list[str], set[str]]:
-    if INDEX_NAME in files:
-        weight_map = read_json(files[INDEX_NAME], problems).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            problems.append(f"{INDEX_NAME} has no weight_map")
-            return [], set()
-        return sorted({str(shard) for shard in weight_map.values()}), set(weight_map)
-    if "model.safetensors" in files:
-        return ["model.safetensors"], set()
-    shards = [name for name in files if name.endswith(".safetensors")]
-    if "adapter_config.json" in files:
-        problems.append("an adapter without its model; merge it, and save the whole model")
-    elif shards:
-        problems.append(f"{len(shards)} weight shards without {INDEX_NAME}")
-    elif any(name.startswith("pytorch_model") for name in files):
-        problems.append("weights are in pytorch_model*.bin; save them as safetensors")
-    else:
-        problems.append("no weights: neither model.safetensors nor an index is there")
-    return [], set()
-
-
-def read_safetensors_header(file: FileInfo) -> dict[str, Tensor]:
-    """Returns parameters of a safetensors file by name, with dtype and shape; its size must match its header."""
-    name = storage.basename(file.uri)
-    problem = irregular(file)
-    tensors: dict[str, Tensor] = {}
-    try:
-        if problem is None:
-            tensors, problem = _header_of(file)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        problem = f"{name} has no readable safetensors header ({file.size} bytes)"
-    except FileNotFoundError:
-        problem = f"{name} is gone"
-    except StorageError as error:
-        problem = _unreadable(file, error)
-    if problem:
-        raise IncompleteCheckpoint(
-            expected=f"a whole safetensors file {file.uri}", found=problem, remedy="copy or write the file again"
-        )
-    return tensors
-
-
-def _header_of(file: FileInfo) -> tuple[dict[str, Tensor], str | None]:
-    name = storage.basename(file.uri)
-    header_bytes = int.from_bytes(storage.read_bytes(file.place, start=0, end=8), "little")
-    if header_bytes > min(_LARGEST_HEADER_BYTES, file.size):
-        return {}, f"{name} is cut off within its header ({file.size} bytes)"
-    header = json.loads(storage.read_bytes(file.place, start=8, end=8 + header_bytes))
-    header.pop("__metadata__", None)
-    tensors: dict[str, Tensor] = {}
-    for key, entry in header.items():
-        start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
-        tensors[key] = Tensor(entry["dtype"], tuple(entry["shape"]), file.place, (start, end))
-    size = max((tensor.span[1] for tensor in tensors.values()), default=8 + header_bytes)
-    return tensors, None if file.size == size else f"{name} has {file.size} bytes where its header says {size}"
-
-
 def read_tensors(folder: ModelFolder) -> dict[str, Tensor]:
-    """Returns every parameter of a complete model, over all its shards."""
+    """Returns every parameter of a complete model, over all its shards; weights must not have to be made."""
     folder.require_complete()
+    assert folder.made_by is None, "weights that are made are read from their staged folder"
     tensors: dict[str, Tensor] = {}
     for name in folder.weight_files:
         tensors.update(read_safetensors_header(folder.files[name]))
@@ -352,7 +270,8 @@ def _same_content(tensor: Tensor, other: Tensor) -> bool:
 def digest_model_folder(folder: ModelFolder) -> ModelDigests:
     """Returns digests of a complete model, over every byte of every served file. Digests of local weights are cached.
 
-    The digest of a merge is over its recipe and its inputs' weights; tokenizer and config are from the last input.
+    The digest of a merge is over its recipe and its inputs' weights; tokenizer and config are from the last input. That
+    of weights that must be made is over their recipe, the files, and its further inputs.
     """
     folder.require_complete()
     if (merge := merge_of(folder.uri)) is not None:
@@ -364,6 +283,9 @@ def digest_model_folder(folder: ModelFolder) -> ModelDigests:
         weights = [part for name in folder.weight_files for part in (name.encode(), content_digest(folder.files[name]))]
         if folder.kind == "huggingface" and INDEX_NAME in folder.files:
             weights.append(storage.read_bytes(folder.files[INDEX_NAME].place))
+        if folder.made_by is not None:
+            inputs = (digest_model_folder(each).weights for each in folder.inputs)
+            weights = [folder.made_by.encode(), *weights, *(digest.encode() for digest in inputs)]
         config = [storage.read_bytes(files[name].place) for name in CONFIG_FILES if name in files]
         texts = sorted(files.keys() - set(CONFIG_FILES))
         tokenizer = [part for name in texts for part in (os.fsencode(name), storage.read_bytes(files[name].place))]

@@ -28,6 +28,8 @@ from pools.weights.checkpoint_copy import (
     verify_small_files,
 )
 from pools.weights.content import file_identity
+from pools.weights.layouts import inspect_checkpoint
+from pools.weights.making import Making, make_checkpoint, python_with_torch
 from pools.weights.merges import locations_of, merge_of
 from pools.weights.model_files import (
     ModelDigests,
@@ -80,14 +82,22 @@ class Staging:
             `stage_small_files` are not counted.
         parallel_files: files of a checkpoint that are read at once.
         range_bytes: bytes of a file that are read at once; the most that a crash loses.
+        python: returns an interpreter with torch and transformers, for weights that are made by their functions.
     """
 
     def __init__(
-        self, folder: Path, *, max_bytes: int, parallel_files: int = 4, range_bytes: int = RANGE_BYTES
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        parallel_files: int = 4,
+        range_bytes: int = RANGE_BYTES,
+        python: Callable[[], Path] = python_with_torch,
     ) -> None:
         self._copies = BoundedFolder(folder, max_bytes=max_bytes)
         self._parallel_files = parallel_files
         self._range_bytes = range_bytes
+        self._python = python
         self._closed = threading.Event()
         self._changed = threading.Condition()
         self._queued: _PlannedCheckpoint | None = None
@@ -105,7 +115,8 @@ class Staging:
     def stage(self, uri: str, digests: ModelDigests, *, on_progress: Progress | None = None) -> StagedFolder:
         """Returns the checkpoint in a local folder: of links if it is local, else an existing or new copy.
 
-        A merged checkpoint is computed, from copies of its remote inputs, which need additional space. If another
+        A merged checkpoint is computed, from copies of its remote inputs, which need additional space. Weights that no
+        engine reads are made into safetensors. If another
         thread or process is copying already, waits for it. `digests` are those of the plan.
         """
         try:
@@ -237,15 +248,20 @@ class Staging:
         key = planned.digests.checkpoint
         folder, make_room = self._copies.partial(key), partial(self._copies.make_room, key)
         filling = Filling(planned.uri, planned.digests, folder, make_room, stopped, on_progress)
-        if merge_of(planned.uri) is None:
-            return copy_checkpoint(filling, parallel_files=self._parallel_files, range_bytes=self._range_bytes)
-        from pools.weights.merging import merge_checkpoints  # imports numpy, which few callers need
 
         def hold_copy(checkpoint: ModelFolder) -> Hold:
             copied = _PlannedCheckpoint(checkpoint.uri, digest_model_folder(checkpoint))
             return self._hold_copy(copied, alone=nullcontext(), stopped=stopped)
 
-        return merge_checkpoints(filling, hold_copy=hold_copy)
+        if merge_of(planned.uri) is not None:
+            from pools.weights.merging import merge_checkpoints  # imports numpy, which few callers need
+
+            return merge_checkpoints(filling, hold_copy=hold_copy)
+        copying = {"parallel_files": self._parallel_files, "range_bytes": self._range_bytes}
+        recipe = inspect_checkpoint(planned.uri).made_by
+        if recipe is None:
+            return copy_checkpoint(filling, **copying)
+        return make_checkpoint(filling, _maker(recipe), **copying, python=self._python, hold_copy=hold_copy)
 
     def _wait_for_copy(self, key: str, *, stopped: Callable[[], bool], on_progress: Progress | None) -> None:
         if stopped():
@@ -298,8 +314,20 @@ class Staging:
                 _log.debug("%s was not prefetched: %s", self._prefetching.uri, error)
 
 
+def _maker(recipe: str) -> Callable[[Making], None]:
+    # imported when needed, since some compute with numpy
+    match recipe.partition(" ")[0]:
+        case "pytorch_model.bin":
+            from pools.weights.converting import convert_pickled as make
+        case "index":
+            from pools.weights.converting import follow_index as make
+        case unknown:
+            raise AssertionError(f"no maker for {unknown}")
+    return make
+
+
 def _is_linked(uri: str) -> bool:
-    return merge_of(uri) is None and storage.is_local(uri)
+    return merge_of(uri) is None and storage.is_local(uri) and inspect_checkpoint(uri).made_by is None
 
 
 def _verify_links(folder: Path, uri: str, digests: ModelDigests) -> None:

@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from pools.weights.formats import INDEX_NAME
 from pools.weights.layouts import Exports, inspect_native_folder, is_native
 from pools.weights.merges import merge_of, with_each_location
-from pools.weights.model_files import INDEX_NAME, checkpoint_files, inspect_model_folder
+from pools.weights.model_files import checkpoint_files, inspect_model_folder
 from resources.errors import BadInput, not_there
 from resources.storage import storage
 from resources.storage.listings import FileInfo

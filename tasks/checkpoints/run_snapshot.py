@@ -16,16 +16,15 @@ import fsspec
 import orjson
 
 from pools.weights.content import SETTLED_SECONDS, file_identity
+from pools.weights.formats import INDEX_NAME, may_pass
 from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
-    INDEX_NAME,
     TOKENIZER_FILES,
     ModelFolder,
     checkpoint_files,
     digest_model_folder,
     inspect_model_folder,
-    may_pass,
     small_files,
 )
 from resources.errors import AssayError, BadInput, StorageError

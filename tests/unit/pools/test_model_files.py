@@ -42,8 +42,12 @@ def _sharded(missing: str) -> Callable[[Path], None]:
     return shard
 
 
-def _pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+def _pickled_shards(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model-00001-of-00002.bin")
+
+
+def _mistrals(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
 
 
 def _not_causal(folder: Path) -> None:
@@ -94,7 +98,8 @@ def _half_a_config(folder: Path) -> None:
         (_without("tokenizer_config.json"), "tokenizer_config.json is missing"),
         (_without("tokenizer.json"), "no tokenizer"),
         (_without("model.safetensors"), "no weights"),
-        (_pickled, "save them as safetensors"),
+        (_pickled_shards, "1 weight shards without pytorch_model.bin.index.json"),
+        (_mistrals, "convert_mistral_weights_to_hf.py"),
         (_sharded("model.safetensors.index.json"), "without model.safetensors.index.json"),
         (_sharded("model-00002-of-00002.safetensors"), "00002.safetensors is named by model.safetensors.index.json"),
         (_truncate, "where its header says"),
@@ -169,7 +174,6 @@ def test_file_that_may_not_be_read_is_a_problem_of_its_checkpoint(tmp_path: Path
 @pytest.mark.parametrize(
     ("shard", "held", "also_named", "problem"),
     [
-        (2, ["model.embed_tokens.weight", "lm_head.weight"], [], "model.embed_tokens.weight is in model-00001-of"),
         (2, [], [], "names lm_head.weight, which no shard holds"),
         (2, ["lm_head.weight"], ["model.norm.weight"], "names model.norm.weight, which no shard holds"),
     ],

@@ -1,0 +1,202 @@
+"""Makers of safetensors: of other formats by a program in the engine's environment, of shards by their index."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pools.weights.formats import INDEX_NAME, read_json, read_safetensors_header
+from pools.weights.making import Making
+from resources.errors import CheckpointError, StorageError
+from resources.jobs import inheritance
+from resources.settings import process_environment
+from resources.storage import storage
+from resources.storage.file_copy import CopyStopped
+from resources.storage.regular_files import open_within
+
+_PROGRAM = Path(__file__).parent / "programs" / "make_weights.py"
+_SILENT_SECONDS = 1800.0  # a shard in torch's older format is read whole before its first line
+_LOOK_SECONDS = 0.5
+_TAIL_BYTES = 2000
+_COPIED_BYTES = 2**24
+
+
+def convert_pickled(making: Making) -> None:
+    """Makes safetensors of pytorch_model.bin, a file for each of its shards."""
+    index = next((name for name in making.folder.weight_files if name.endswith(".json")), None)
+    names = [name for name in making.folder.weight_files if name != index]
+    weight_map = _weight_map(making, index) if index else {}
+    targets = _targets(len(names))
+    shards = [
+        {
+            "name": name,
+            "source": str(storage.local_path(making.folder.files[name].place)),
+            "target": str(making.content / target),
+            "named": [tensor for tensor, shard in weight_map.items() if shard == name],
+            "elsewhere": [tensor for tensor, shard in weight_map.items() if shard != name],
+        }
+        for name, target in zip(names, targets, strict=True)
+        if not _is_made(making, target, making.folder.files[name].size)
+    ]
+    if shards:
+        _run(making, {"shards": shards, "tied": making.folder.config.get("tie_word_embeddings") is not False})
+    _write_index(making, targets)
+
+
+def follow_index(making: Making) -> None:
+    """Copies shards without the tensors that the index gives to other shards."""
+    weight_map = _weight_map(making, INDEX_NAME)
+    for name in making.folder.weight_files:
+        file = making.folder.files[name]
+        if _is_made(making, name, file.size):
+            continue
+        held = read_safetensors_header(file)
+        kept = sorted((held[key].span, key) for key in held if weight_map.get(key, name) == name)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for (start, end), key in kept:
+            tensor = held[key]
+            place = [at, at := at + end - start]
+            header[key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": place}
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        target = making.content / name
+        unfinished = target.with_name(f"{name}.partial")
+        with storage.reported(str(target), "write"), unfinished.open("wb") as written:
+            written.write(len(encoded).to_bytes(8, "little") + encoded)
+            with os.fdopen(open_within(storage.local_path(file.place)), "rb") as source:
+                for (start, end), _ in kept:
+                    source.seek(start)
+                    while start < end:
+                        if making.stopped():
+                            raise CopyStopped
+                        part = source.read(min(_COPIED_BYTES, end - start))
+                        written.write(part)
+                        making.on_bytes(len(part))
+                        start += len(part) or end
+            written.flush()
+            os.fsync(written.fileno())
+            unfinished.rename(target)
+    _write_index(making, making.folder.weight_files)
+
+
+def _targets(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+
+
+def _is_made(making: Making, target: str, size: int) -> bool:
+    if not (making.content / target).is_file():
+        return False
+    making.on_bytes(size)
+    return True
+
+
+def _weight_map(making: Making, index: str) -> Mapping[str, str]:
+    problems: list[str] = []
+    weight_map = read_json(making.folder.files[index], problems).get("weight_map")
+    if problems or not isinstance(weight_map, dict):
+        raise CheckpointError(
+            expected=f"{index} as it was planned",
+            found="; ".join(problems) or "no weight_map",
+            remedy="let nothing write to a checkpoint once it is complete",
+        )
+    return {name: str(shard) for name, shard in weight_map.items()}
+
+
+def _write_index(making: Making, targets: Sequence[str]) -> None:
+    if len(targets) == 1:
+        return
+    made = {name: storage.list_files(str(making.content / name))[0] for name in targets}
+    weight_map = {tensor: name for name, file in made.items() for tensor in read_safetensors_header(file)}
+    storage.write_bytes(str(making.content / INDEX_NAME), json.dumps({"weight_map": weight_map}).encode())
+
+
+def _run(making: Making, job: Mapping[str, Any]) -> None:
+    uri = making.folder.uri
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [str(making.python()), "-I", str(_PROGRAM)],
+            env=process_environment(inherited=inheritance.ENGINE),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+        def read() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.put(line)
+            lines.put(None)
+
+        threading.Thread(target=read, name="making", daemon=True).start()
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            _follow(making, lines)
+        except BrokenPipeError:
+            pass  # its end and its log say why
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
+            process.wait()
+        if process.returncode:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            said = log.read().decode(errors="replace").strip()
+            killed = process.returncode == -9
+            raise StorageError(
+                expected=f"to make safetensors of {uri}",
+                found=f"its program ended with {process.returncode}{f': {said}' if said else ''}",
+                remedy="give this machine more memory" if killed else "run again; if that repeats, save safetensors",
+            )
+
+
+def _follow(making: Making, lines: queue.SimpleQueue[str | None]) -> None:
+    until = time.monotonic() + _SILENT_SECONDS
+    while True:
+        if making.stopped():
+            raise CopyStopped
+        try:
+            line = lines.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            if time.monotonic() < until:
+                continue
+            raise StorageError(
+                expected=f"to make safetensors of {making.folder.uri}",
+                found=f"nothing was written for {_SILENT_SECONDS:.0f} s",
+                remedy="check the disks of both, and run again",
+            ) from None
+        if line is None:
+            return
+        until = time.monotonic() + _SILENT_SECONDS
+        said = json.loads(line)
+        if "refused" in said:
+            raise CheckpointError(
+                expected=f"weights in {making.folder.uri} that are tensors alone",
+                found=said["refused"],
+                remedy="save them again as safetensors, with save_pretrained of transformers",
+            )
+        if "failed" in said:
+            raise StorageError(
+                expected=f"to make safetensors of {making.folder.uri}",
+                found=said["failed"],
+                remedy="check the disks of both, and run again",
+            )
+        making.on_bytes(said["bytes"])

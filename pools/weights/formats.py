@@ -1,0 +1,185 @@
+"""Formats of weights in a model folder: which counts if there are several, and which an engine cannot read.
+
+The choice is that of vLLM's loader (vllm-project/vllm 0.32, model_executor/model_loader/default_loader.py): safetensors
+before pytorch_model.bin, and of several safetensors files those in model.safetensors.index.json. It would prefer
+Mistral's `consolidated*.safetensors` to both; they have other names of tensors, and are hidden from it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from resources.errors import IncompleteCheckpoint, StorageError
+from resources.storage import storage
+from resources.storage.storage import FileInfo
+
+INDEX_NAME = "model.safetensors.index.json"
+PICKLED_NAME = "pytorch_model.bin"
+"""Weights as `torch.save` writes them; shards have numbers in their names, and `.index.json` follows the whole name."""
+PICKLED_RECIPE = f"{PICKLED_NAME} 1"
+INDEX_RECIPE = "index 1"
+"""Recipe for shards of which some hold tensors that the index gives to others: engines read all of every shard."""
+_PICKLED_INDEX = f"{PICKLED_NAME}.index.json"
+_WEIGHTS = (
+    "*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.gguf", "tf_model.h5", "flax_model.msgpack",
+    "consolidated*.pth",
+)  # fmt: skip
+_MOST_NAMED = 3
+_LARGEST_HEADER_BYTES = 100_000_000  # limit of the safetensors format itself
+_CANNOT_BE_READ = "cannot be read"
+
+
+class Weights(NamedTuple):
+    """The weights that count in a folder.
+
+    `files` are in order of name, and may not be there. `shard_of` has the file of each tensor by the index, if there is
+    an index. `made_by` is the recipe by which they are made into safetensors first. `notes` name other weights in the
+    folder.
+    """
+
+    files: tuple[str, ...] = ()
+    shard_of: Mapping[str, str] = {}
+    index_name: str = INDEX_NAME
+    made_by: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def weights_in(files: Mapping[str, FileInfo], problems: list[str]) -> Weights:
+    """Returns the weights that count among the files of a folder, by name; a failure is appended to `problems`."""
+    for single, index, recipe in (
+        ("model.safetensors", INDEX_NAME, None),
+        (PICKLED_NAME, _PICKLED_INDEX, PICKLED_RECIPE),
+    ):
+        if index in files:
+            weight_map = read_json(files[index], problems).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                problems.append(f"{index} has no weight_map")
+                return Weights()
+            shard_of = {name: str(shard) for name, shard in weight_map.items()}
+            shards = tuple(sorted(set(shard_of.values())))
+            if recipe is not None and (odd := [name for name in shards if "/" in name or not name.endswith(".bin")]):
+                problems.append(f"{index} names {ascii(odd[0])[1:-1]}, which is no file of weights in this folder")
+                return Weights()
+            counted = (index, *shards) if recipe else shards
+            return Weights(counted, shard_of, index, recipe, _left_out(files, shards, index))
+        if single in files:
+            return Weights((single,), made_by=recipe, notes=_left_out(files, (single,), single))
+    shards = [name for name in files if name.endswith(".safetensors")]
+    if "adapter_config.json" in files:
+        problems.append("an adapter without its model; merge it, and save the whole model")
+    elif "consolidated.safetensors" in files or "consolidated.00.pth" in files:
+        problems.append(
+            "weights are in Mistral's or Meta's own format (consolidated), with other names of tensors; convert them "
+            "with transformers' convert_mistral_weights_to_hf.py or convert_llama_weights_to_hf.py"
+        )
+    elif shards:
+        problems.append(f"{len(shards)} weight shards without {INDEX_NAME}")
+    elif pickled := [name for name in files if fnmatch.fnmatchcase(name, "pytorch_model-*.bin")]:
+        problems.append(f"{len(pickled)} weight shards without {_PICKLED_INDEX}")
+    else:
+        problems.append("no weights: neither model.safetensors nor an index is there")
+    return Weights()
+
+
+def _left_out(files: Mapping[str, FileInfo], counted: Sequence[str], chosen: str) -> tuple[str, ...]:
+    others = [name for name in files if any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
+    left = sorted(set(others) - set(counted))
+    if not left:
+        return ()
+    more = f" and {len(left) - _MOST_NAMED} more" if left[_MOST_NAMED:] else ""
+    return (f"weights are from {chosen}; left out: {ascii(', '.join(left[:_MOST_NAMED]))[1:-1]}{more}",)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter as described by a safetensors header, with the file and the byte range of its content."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    uri: str = field(default="", compare=False)
+    span: tuple[int, int] = field(default=(0, 0), compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def may_pass(problem: str) -> bool:
+    """Returns True if a problem may disappear without a change in the file listing."""
+    return _CANNOT_BE_READ in problem
+
+
+def irregular(file: FileInfo) -> str | None:
+    """Returns the problem of a file that must not be opened; None for a regular file."""
+    if file.regular:
+        return None
+    name = ascii(storage.basename(file.uri))[1:-1]
+    return f"{name} is no regular file: a pipe, a device, or a link to nothing or out of its run's folder"
+
+
+def _unreadable(file: FileInfo, error: StorageError) -> str:
+    if not storage.is_local(file.uri):
+        raise error
+    return f"{storage.basename(file.uri)} {_CANNOT_BE_READ}: {error.found}"
+
+
+def read_json(file: FileInfo, problems: list[str]) -> dict[str, Any]:
+    """Returns the JSON object in a file; on failure an empty object, with the reason appended to `problems`."""
+    name = storage.basename(file.uri)
+    if problem := irregular(file):
+        problems.append(problem)
+        return {}
+    try:
+        content = json.loads(storage.read_bytes(file.place))
+    except FileNotFoundError:
+        problems.append(f"{name} is missing")
+        return {}
+    except (ValueError, RecursionError):
+        problems.append(f"{name} is not valid JSON (cut off?)")
+        return {}
+    except StorageError as error:
+        problems.append(_unreadable(file, error))
+        return {}
+    if not isinstance(content, dict):
+        problems.append(f"{name} holds no JSON object")
+        return {}
+    return content
+
+
+def read_safetensors_header(file: FileInfo) -> dict[str, Tensor]:
+    """Returns parameters of a safetensors file by name, with dtype and shape; its size must match its header."""
+    name = storage.basename(file.uri)
+    problem = irregular(file)
+    tensors: dict[str, Tensor] = {}
+    try:
+        if problem is None:
+            tensors, problem = _header_of(file)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        problem = f"{name} has no readable safetensors header ({file.size} bytes)"
+    except FileNotFoundError:
+        problem = f"{name} is gone"
+    except StorageError as error:
+        problem = _unreadable(file, error)
+    if problem:
+        raise IncompleteCheckpoint(
+            expected=f"a whole safetensors file {file.uri}", found=problem, remedy="copy or write the file again"
+        )
+    return tensors
+
+
+def _header_of(file: FileInfo) -> tuple[dict[str, Tensor], str | None]:
+    name = storage.basename(file.uri)
+    header_bytes = int.from_bytes(storage.read_bytes(file.place, start=0, end=8), "little")
+    if header_bytes > min(_LARGEST_HEADER_BYTES, file.size):
+        return {}, f"{name} is cut off within its header ({file.size} bytes)"
+    header = json.loads(storage.read_bytes(file.place, start=8, end=8 + header_bytes))
+    header.pop("__metadata__", None)
+    tensors: dict[str, Tensor] = {}
+    for key, entry in header.items():
+        start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
+        tensors[key] = Tensor(entry["dtype"], tuple(entry["shape"]), file.place, (start, end))
+    size = max((tensor.span[1] for tensor in tensors.values()), default=8 + header_bytes)
+    return tensors, None if file.size == size else f"{name} has {file.size} bytes where its header says {size}"

@@ -1,0 +1,95 @@
+"""Checkpoints with weights that no engine reads: made into safetensors while staged, by the maker of their recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from pools.weights.checkpoint_copy import Filling, changed_since_planned, copy_checkpoint, counted, require_planned
+from pools.weights.content import file_identity
+from pools.weights.layouts import inspect_checkpoint
+from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_model_folder, served_files, small_files
+from resources.environments.environments import ENVIRONMENTS, ensure_environment, is_built
+from resources.storage import storage
+from resources.storage.bounded_folder import Hold
+
+
+@dataclass(frozen=True)
+class Making:
+    """Weights that are being made. A maker writes safetensors, and their index if there are several, into `content`.
+
+    It continues an earlier call: files that are there under their final names are whole, and of the same inputs.
+
+    Attributes:
+        folder: the inspected checkpoint, with all its files on this machine.
+        content: folder for the weights; config, tokenizer and templates are there.
+        python: returns an interpreter with torch and transformers, which it may have to build.
+        hold_copy: copies or makes another checkpoint on this machine, and protects it until released.
+        stopped: asked before each block or second; if it is True, `CopyStopped` is raised.
+        on_bytes: called with the number of bytes written since the last call.
+    """
+
+    folder: ModelFolder
+    content: Path
+    python: Callable[[], Path]
+    hold_copy: Callable[[ModelFolder], Hold]
+    stopped: Callable[[], bool]
+    on_bytes: Callable[[int], None]
+
+
+def python_with_torch(environment: str | None = None) -> Path:
+    """Returns the interpreter of an engine's environment; builds it if this machine lacks it.
+
+    When None, the environment is an engine's that is built here, else that of engines on CPUs.
+    """
+    built = (name for name, spec in ENVIRONMENTS.items() if is_built(spec))
+    return ensure_environment(ENVIRONMENTS[environment or next(built, "vllm-cpu")]).python
+
+
+def make_checkpoint(
+    filling: Filling,
+    make: Callable[[Making], None],
+    *,
+    parallel_files: int,
+    range_bytes: int,
+    python: Callable[[], Path],
+    hold_copy: Callable[[ModelFolder], Hold],
+) -> Path:
+    """Has the maker of a checkpoint's recipe make its weights, from its files or their copy; returns the folder with
+    the whole model. Room is made for as many bytes as all inputs of the recipe have."""
+    planned = inspect_checkpoint(filling.uri)
+    planned.require_complete(planned=True)
+    made_bytes = sum(file.size for file in served_files(planned).values())
+    made_bytes += sum(each.files[name].size for each in planned.inputs for name in each.weight_files)
+    if storage.is_local(planned.uri):
+        require_planned(filling.uri, digest_model_folder(planned), filling.digests)
+        filling.make_room(made_bytes)
+        folder = planned
+    else:
+        room = partial(_make_room_for_both, filling, made_bytes)
+        copying = replace(filling, partial=filling.partial / "inputs", make_room=room, on_progress=None)
+        copied = copy_checkpoint(copying, parallel_files=parallel_files, range_bytes=range_bytes)
+        files = {file.uri.removeprefix(f"{copied}/"): file for file in storage.list_files(str(copied))}
+        folder = replace(planned, uri=str(copied), files=files)
+    read = _identities(folder)
+    content = filling.partial / "content"
+    content.mkdir(parents=True, exist_ok=True)
+    for name, file in small_files(folder).items():
+        storage.write_bytes(str(content / name), storage.read_bytes(file.place))
+    count = counted(made_bytes, filling.on_progress)
+    make(Making(folder, content, python, hold_copy, filling.stopped, count))
+    if _identities(folder) != read:
+        raise changed_since_planned(filling.uri, "its files were written while its weights were made")
+    inspect_model_folder(str(content)).require_complete()
+    return content
+
+
+def _make_room_for_both(filling: Filling, made_bytes: int, copied_bytes: int) -> None:
+    filling.make_room(made_bytes + copied_bytes)
+
+
+def _identities(folder: ModelFolder) -> list[object]:
+    with storage.reported(folder.uri, "look at"):
+        return [file_identity(storage.local_path(file.place).resolve()) for file in served_files(folder).values()]
