@@ -16,6 +16,7 @@ from pools.weights.model_files import (
     served_files,
     small_files,
 )
+from pools.weights.overrides import without_options
 from resources.errors import CheckpointChanged, StorageError
 from resources.storage import storage
 from resources.storage.file_copy import copy_files
@@ -56,7 +57,7 @@ def copy_checkpoint(filling: Filling, *, parallel_files: int, range_bytes: int) 
         if left.name.removesuffix(".partial") not in sources:
             left.unlink()
     content_digests = copy_files(
-        list(sources.values()),
+        sources,
         content,
         sidecars=partial / "origins",
         parallel=parallel_files,
@@ -97,8 +98,11 @@ def _differing(digests: ModelDigests, planned: ModelDigests) -> list[str]:
 
 
 def _served_files_now(uri: str, served: Mapping[str, FileInfo]) -> dict[str, FileInfo]:
-    names = {file.uri: name for name, file in served.items()}
-    return {names[file.uri]: file for file in storage.list_files(uri) if file.uri in names}
+    place = without_options(uri)
+    elsewhere = {storage.parent(file.uri) for file in served.values()} - {place.rstrip("/")}
+    files = [*storage.list_files(place), *(file for folder in elsewhere for file in storage.list_folder(folder))]
+    now = {file.uri: file for file in files}
+    return {name: now[file.uri] for name, file in served.items() if file.uri in now}
 
 
 def counted(total_bytes: int, on_progress: Progress | None) -> Callable[[int], None]:

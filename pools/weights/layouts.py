@@ -64,6 +64,7 @@ def merged_folder(uri: str, inputs: Sequence[ModelFolder]) -> ModelFolder:
         weight_files=last.weight_files,
         modified=max(folder.modified for folder in inputs),
         inputs=tuple(inputs),
+        notes=last.notes,
     )
 
 

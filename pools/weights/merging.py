@@ -25,6 +25,7 @@ from pools.weights.formats import Tensor, read_safetensors_header
 from pools.weights.layouts import KEPT, inspect_checkpoint, require_alike
 from pools.weights.merges import merge_of
 from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_model_folder, read_tensors, served_files
+from pools.weights.overrides import without_options
 from resources.errors import CheckpointError, StorageError
 from resources.storage import storage
 from resources.storage.bounded_folder import Hold
@@ -180,13 +181,17 @@ def merge_checkpoints(filling: Filling, *, hold_copy: Callable[[ModelFolder], Ho
 
 
 def _identities(folder: ModelFolder) -> list[object]:
-    local = [each for each in folder.inputs if storage.is_local(each.uri)]
+    files = [file.uri for each in folder.inputs if _is_here(each) for file in served_files(each).values()]
     with storage.reported(folder.uri, "look at"):
-        return [file_identity(storage.local_path(file.uri)) for each in local for file in served_files(each).values()]
+        return [file_identity(storage.local_path(uri)) for uri in files if storage.is_local(uri)]
+
+
+def _is_here(folder: ModelFolder) -> bool:
+    return storage.is_local(without_options(folder.uri))
 
 
 def _on_this_machine(folder: ModelFolder, hold_copy: Callable[[ModelFolder], Hold], held: ExitStack) -> ModelFolder:
-    if storage.is_local(folder.uri) and folder.made_by is None:
+    if _is_here(folder) and folder.made_by is None:
         return folder
     hold = hold_copy(folder)
     held.callback(hold.release)

@@ -25,12 +25,12 @@ from pools.weights.formats import (
     weights_in,
 )
 from pools.weights.merges import merge_of
+from pools.weights.overrides import without_options
+from pools.weights.tokenizers import FilesIn, described_by
 from resources.errors import CheckpointError, CheckpointGone, IncompleteCheckpoint
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-"""Files with the vocabulary, of which any is sufficient; `tokenizer_config.json` is required as well."""
 CONFIG_FILES = ("config.json", "generation_config.json")
 """Files that the config's digest is over."""
 IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version")
@@ -69,9 +69,9 @@ class ModelDigests:
 class ModelFolder:
     """An inspected model folder. `problems` is empty if and only if it is complete and can be evaluated.
 
-    `kind` is its layout. For Levanter's own, `reference` is the folder with config and tokenizer. A merged checkpoint
-    has its name as `uri`. `weight_files` of weights that must be made are the inputs of their recipe; `inputs` are
-    further models that it needs.
+    `kind` is its layout. For Levanter's own, `reference` is the folder with config and tokenizer. A merged checkpoint,
+    or a checkpoint with options, has its name as `uri`. `weight_files` of weights that must be made are the inputs of
+    their recipe; `inputs` are further models that it needs.
     """
 
     uri: str
@@ -86,7 +86,7 @@ class ModelFolder:
     made_by: str | None = None
     """Recipe by which weights that no engine reads are made into safetensors while staged: a word, its version."""
     notes: tuple[str, ...] = ()
-    """What was chosen of several things in the folder, and what was left out."""
+    """What was chosen of several things in the folder, what was left out, and which files come from elsewhere."""
 
     @property
     def complete(self) -> bool:
@@ -133,9 +133,12 @@ def served_files(folder: ModelFolder) -> dict[str, FileInfo]:
     return {**small_files(folder), **{name: folder.files[name] for name in weights}}
 
 
-def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> ModelFolder:
-    """Checks that a folder holds a whole model that an engine can serve; failures go into `problems`."""
-    described = inspect_reference_folder(uri, files)
+def inspect_model_folder(
+    uri: str, files: Sequence[FileInfo] | None = None, *, files_in: FilesIn = storage.list_folder
+) -> ModelFolder:
+    """Checks that a folder holds a whole model that an engine can serve; failures go into `problems`. The arguments are
+    those of `inspect_reference_folder`."""
+    described = inspect_reference_folder(uri, files, files_in=files_in)
     problems = list(described.problems)
     weights = weights_in(described.files, problems)
     problems += [
@@ -185,18 +188,21 @@ def inspect_staged_folder(folder: Path) -> ModelFolder:
     return inspect_model_folder(str(folder), storage.list_files(str(folder), within="/"))
 
 
-def inspect_reference_folder(uri: str, files: Sequence[FileInfo] | None = None) -> ModelFolder:
-    """Inspects a folder of which only config and tokenizer are needed, not the weights."""
-    listed = checkpoint_files(uri) if files is None else files
-    prefix = uri.rstrip("/") + "/"
-    by_name = {info.uri.removeprefix(prefix): info for info in listed}
-    by_name = {name: info for name, info in by_name.items() if "/" not in name}
+def inspect_reference_folder(
+    uri: str, files: Sequence[FileInfo] | None = None, *, files_in: FilesIn = storage.list_folder
+) -> ModelFolder:
+    """Inspects a folder of which only config and tokenizer are needed, not the weights.
+
+    `uri` may be a name with options. `files` are those in its folder, and `files_in` lists others, if known already.
+    """
+    place = without_options(uri)
+    listed = checkpoint_files(place) if files is None else files
+    prefix = place.rstrip("/") + "/"
+    own = {info.uri.removeprefix(prefix): info for info in listed}
+    by_name, missing, notes = described_by(uri, {name: own[name] for name in own if "/" not in name}, files_in)
     problems: list[str] = []
     config = _read_config(by_name, problems)
-    if "tokenizer_config.json" not in by_name:
-        problems.append("tokenizer_config.json is missing")
-    if not any(name in by_name for name in TOKENIZER_FILES):
-        problems.append(f"no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
+    problems += missing
     folder = ModelFolder(
         uri=uri,
         files=by_name,
@@ -204,6 +210,7 @@ def inspect_reference_folder(uri: str, files: Sequence[FileInfo] | None = None) 
         config=config,
         weight_files=(),
         modified=max((info.modified for info in by_name.values()), default=0.0),
+        notes=notes,
     )
     others = (file for name, file in small_files(folder).items() if name != "config.json")
     problems += [

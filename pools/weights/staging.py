@@ -30,7 +30,7 @@ from pools.weights.checkpoint_copy import (
 from pools.weights.content import file_identity
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.making import Making, make_checkpoint, python_with_torch
-from pools.weights.merges import locations_of, merge_of
+from pools.weights.merges import merge_of
 from pools.weights.model_files import (
     ModelDigests,
     ModelFolder,
@@ -39,6 +39,7 @@ from pools.weights.model_files import (
     inspect_staged_folder,
     served_files,
 )
+from pools.weights.overrides import without_options
 from resources.errors import AssayError, CheckpointError, StorageError
 from resources.storage import storage
 from resources.storage.bounded_folder import BoundedFolder, Hold, tree_bytes
@@ -121,7 +122,7 @@ class Staging:
         """
         try:
             if _is_linked(uri):
-                hold = self._hold_links(uri)
+                hold = self._hold_links(uri, digests)
                 verify = partial(_verify_links, hold.path, uri, digests)
             else:
                 hold = self._hold_copy(
@@ -166,7 +167,8 @@ class Staging:
 
         It is shared by all checkpoints with the same files, and never evicted; a damaged copy is copied again.
         """
-        uri, small = locations_of(uri)[-1], self._copies.folder / "small"
+        merge, small = merge_of(uri), self._copies.folder / "small"
+        uri = merge.locations[-1] if merge else uri
         target = small / hashlib.blake2b(f"{digests.tokenizer}{digests.config}".encode(), digest_size=16).hexdigest()
         with suppress(AssayError):  # it is missing, or damaged
             verify_small_files(uri, digests, target)
@@ -195,10 +197,13 @@ class Staging:
         if self._thread is not None:
             self._thread.join(_GIVE_WAY_SECONDS)
 
-    def _hold_links(self, uri: str) -> Hold:
+    def _hold_links(self, uri: str, digests: ModelDigests) -> Hold:
         folder = inspect_model_folder(uri)
         folder.require_complete(planned=True)
-        links = {name: storage.local_path(file.place).resolve() for name, file in served_files(folder).items()}
+        files = served_files(folder)
+        local = {name: storage.local_path(file.place) for name, file in files.items() if storage.is_local(file.uri)}
+        copied = self.stage_small_files(uri, digests) if len(local) < len(files) else Path()
+        links = {name: local.get(name, copied / name).resolve() for name in files}
         key = hashlib.blake2b(repr(sorted(links.items())).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         hold = self._copies.hold(key)
         try:
@@ -327,7 +332,8 @@ def _maker(recipe: str) -> Callable[[Making], None]:
 
 
 def _is_linked(uri: str) -> bool:
-    return merge_of(uri) is None and storage.is_local(uri) and inspect_checkpoint(uri).made_by is None
+    is_here = merge_of(uri) is None and storage.is_local(without_options(uri))
+    return is_here and inspect_checkpoint(uri).made_by is None
 
 
 def _verify_links(folder: Path, uri: str, digests: ModelDigests) -> None:

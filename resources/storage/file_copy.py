@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
@@ -36,7 +36,7 @@ class _Hasher(Protocol):
 
 
 def copy_files(
-    sources: Sequence[FileInfo],
+    sources: Mapping[str, FileInfo],
     folder: Path,
     *,
     sidecars: Path,
@@ -45,17 +45,17 @@ def copy_files(
     stopped: Callable[[], bool],
     on_bytes: Callable[[int], None],
 ) -> dict[str, str]:
-    """Copies files into a local folder, the largest first, `parallel` at a time; returns digests by file name.
+    """Copies files into a local folder under the given names, the largest first, `parallel` at a time; returns digests
+    by name.
 
     After the first error all other copies stop; returns after all writing has ended.
     """
     digests: dict[str, str] = {}
     ending = threading.Event()
 
-    def copy(source: FileInfo) -> None:
-        name = storage.basename(source.uri)
+    def copy(name: str) -> None:
         digests[name] = copy_file(
-            source,
+            sources[name],
             folder / name,
             sidecar=sidecars / name,
             range_bytes=range_bytes,
@@ -63,7 +63,7 @@ def copy_files(
             on_bytes=on_bytes,
         )
 
-    largest_first = sorted(sources, key=lambda source: source.size, reverse=True)
+    largest_first = sorted(sources, key=lambda name: sources[name].size, reverse=True)
     on_threads(largest_first, lambda: copy, count=min(parallel, len(sources)), ending=ending)
     return digests
 

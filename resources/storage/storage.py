@@ -265,6 +265,22 @@ def list_files(uri: str, *, within: str | None = None) -> list[FileInfo]:
     return listings.described(uri, named)
 
 
+def list_folder(uri: str, *, within: str | None = None) -> list[FileInfo]:
+    """Lists the files directly in a folder, as `list_files` does; empty if it does not exist or is a file."""
+    filesystem, path = _fresh(uri)
+    with reported(uri, "list"):
+        try:
+            if isinstance(filesystem, LocalFileSystem):
+                held = next(listings.walk(path, within=within), None) if Path(path).is_dir() else None
+                return sorted(listings.files_of_walk(uri, [held] if held else []), key=lambda file: file.uri)
+            entries = filesystem.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+    root = path.rstrip("/") + "/"
+    held = [(str(info["name"]), info) for info in entries if info["type"] == "file"]
+    return listings.described(uri, [(name[len(root) :], info) for name, info in held if name.startswith(root)])
+
+
 def matching_files(pattern: str) -> list[str]:
     """Returns the files that match a location with wildcards, and those below a matching folder; also broken links."""
     filesystem, path = _fresh(pattern)

@@ -163,7 +163,11 @@ def test_copy_of_many_files_stops_the_others_at_the_first_error(store: type[Fold
     store.before_read = fail_after_the_other_began
     with pytest.raises(StorageError, match="the store is gone"):
         copy_files(
-            [file for file in storage.list_files(f"store:/{tmp_path}/remote") if not file.uri.endswith("weights")],
+            {
+                storage.basename(file.uri): file
+                for file in storage.list_files(f"store:/{tmp_path}/remote")
+                if not file.uri.endswith("weights")
+            },
             tmp_path / "local",
             sidecars=tmp_path / "origins",
             parallel=2,

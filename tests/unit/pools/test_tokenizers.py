@@ -1,0 +1,153 @@
+"""Tokenizers from elsewhere: named ones, those of the run's folder, and the copies that engines and harnesses read."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fakes.models import write_checkpoint
+from fakes.stores import folder_store
+from pools.weights.layouts import inspect_checkpoint
+from pools.weights.merges import with_options
+from pools.weights.model_files import digest_model_folder, inspect_model_folder
+from pools.weights.staging import Staging
+from resources.errors import CheckpointChanged
+
+PARTS = ("tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path) -> Iterator[None]:
+    with folder_store(tmp_path / "reads"):
+        yield
+
+
+def write_bare(folder: Path, *, tokenizer: Path | None, seed: int = 1) -> Path:
+    """Writes a checkpoint, and moves its tokenizer to a folder, or removes it."""
+    write_checkpoint(folder, seed=seed)
+    for name in PARTS:
+        if tokenizer is None:
+            (folder / name).unlink()
+        else:
+            tokenizer.mkdir(parents=True, exist_ok=True)
+            (folder / name).rename(tokenizer / name)
+    return folder
+
+
+@pytest.mark.parametrize(("weights", "tokenizer"), list(itertools.product(("", "store:/"), repeat=2)))
+def test_checkpoint_with_a_tokenizer_from_elsewhere_is_served_as_the_whole_one(
+    tmp_path: Path, weights: str, tokenizer: str
+) -> None:
+    whole = write_checkpoint(tmp_path / "whole" / "step-1", seed=1)
+    bare = write_bare(tmp_path / "bare" / "step-1", tokenizer=tmp_path / "tokenizers" / "t")
+    (tmp_path / "tokenizers" / "t" / "model.safetensors").write_bytes(b"of another model")
+    (tmp_path / "tokenizers" / "t" / "config.json").write_text("{}")
+    uri = with_options(f"{weights}{bare}", tokenizer=f"{tokenizer}{tmp_path}/tokenizers/t")
+    folder = inspect_checkpoint(uri)
+    digests = digest_model_folder(folder)
+    assert digests == digest_model_folder(inspect_model_folder(f"{weights}{whole}"))
+    assert folder.notes == (f"its tokenizer is that of {tokenizer}{tmp_path}/tokenizers/t",)
+    with Staging(tmp_path / "staged", max_bytes=10**6) as staging:
+        for place in (staging.stage_small_files(uri, digests), staging.stage(uri, digests).path):
+            assert all((place / name).read_bytes() == (whole / name).read_bytes() for name in PARTS)
+        average = f"mean({uri}, {with_options(str(whole), tokenizer=f'{tokenizer}{tmp_path}/tokenizers/t')})"
+        with staging.stage(average, digest_model_folder(inspect_checkpoint(average))) as merged:
+            assert (merged.path / PARTS[0]).read_bytes() == (whole / PARTS[0]).read_bytes()
+
+
+def test_checkpoint_with_another_tokenizer_and_template_has_neither_of_its_own(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    for name in ("merges.txt", "chat_template.jinja", "tokenization_own.py", "modeling_own.py"):
+        (folder / name).write_text("own")
+    other = write_checkpoint(tmp_path / "other", template="other")
+    template = tmp_path / "my templates" / "short.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ short }}")
+    own = digest_model_folder(inspect_checkpoint(str(folder)))
+    uri = with_options(str(folder), tokenizer=str(other), template=str(template))
+    named = inspect_checkpoint(uri)
+    digests = digest_model_folder(named)
+    assert {*named.files} == {*PARTS, "chat_template.jinja", "config.json", "model.safetensors", "modeling_own.py"}
+    assert (digests.weights, digests.config) == (own.weights, own.config)
+    assert digests.tokenizer != own.tokenizer
+    with Staging(tmp_path / "staged", max_bytes=10**6) as staging:
+        with staging.stage(uri, digests) as staged:
+            assert (staged.path / "chat_template.jinja").read_text() == "{{ short }}"
+        template.write_text("{{ longer }}")
+        with pytest.raises(CheckpointChanged, match="tokenizer"):
+            staging.stage(uri, digests)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "tokenizer"),
+    [
+        ("step-100", "."),
+        ("checkpoint-100", "tokenizer"),
+        ("hf/step-100", "."),
+        ("checkpoints/100", "."),
+        ("step_100/policy/weights/model/consolidated", "step_100/policy/tokenizer"),
+        ("step_100/policy/weights/model/consolidated", "."),
+        ("global_step_10/actor/merged_hf", "global_step_10/actor"),
+        ("final", "."),
+        ("step-100", "step-100/tokenizer"),
+    ],
+)
+def test_checkpoint_without_a_tokenizer_takes_that_of_its_run_and_says_so(
+    tmp_path: Path, checkpoint: str, tokenizer: str
+) -> None:
+    run = tmp_path / "my-run"
+    folder = write_bare(run / checkpoint, tokenizer=run / tokenizer)
+    found = inspect_checkpoint(str(folder))
+    place = os.path.normpath(run / tokenizer)
+    assert (found.problems, found.notes) == ((), (f"it has no tokenizer, so it takes that of its run, in {place}",))
+    stored = digest_model_folder(inspect_checkpoint(f"store:/{folder}"))
+    assert stored.tokenizer == digest_model_folder(found).tokenizer
+
+
+def test_checkpoint_without_a_tokenizer_takes_none_from_beyond_its_run_and_asks_for_a_name(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "tokenizers")
+    for name in PARTS:
+        shutil.copy(tmp_path / "tokenizers" / name, tmp_path)
+    folder = write_bare(tmp_path / "my-run" / "step-100", tokenizer=None)
+    for name in PARTS:  # a link that leads out of the run
+        (tmp_path / "my-run" / name).symlink_to(tmp_path / "tokenizers" / name)
+    (tmp_path / "my-run" / PARTS[0]).unlink()
+    [problem] = inspect_checkpoint(str(folder)).problems
+    assert problem.startswith("no tokenizer: none of tokenizer.json, ")
+    assert problem.endswith("name a folder that has it with --tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (["tokenizer.model"], None),
+        (["tiktoken.model"], None),
+        (["tekken.json"], None),
+        (["vocab.json", "merges.txt"], None),
+        (["vocab.json", "tokenization_own.py"], None),
+        (["vocab.json"], "vocab.json without merges.txt"),
+        ([], "no tokenizer"),
+    ],
+)
+def test_tokenizer_of_every_form_counts_if_programs_can_read_it(
+    tmp_path: Path, files: list[str], problem: str | None
+) -> None:
+    folder = write_checkpoint(tmp_path / "run" / "step-1")
+    (folder / "tokenizer.json").unlink()
+    for name in files:
+        (folder / name).write_text("{}")
+    problems = inspect_checkpoint(str(folder)).problems
+    assert [each for each in problems if not problem or not each.startswith(problem)] == []
+    assert bool(problems) == bool(problem)
+
+
+@pytest.mark.parametrize("option", ["tokenizer", "template"])
+def test_option_that_names_nothing_is_a_problem_of_the_checkpoint(tmp_path: Path, option: str) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    [problem] = inspect_checkpoint(with_options(str(folder), **{option: str(tmp_path / "gone")})).problems
+    assert f"in {tmp_path / 'gone'}" in problem
