@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from pools.weights.overrides import override_of
@@ -47,15 +48,16 @@ class Described(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def described_by(uri: str, own: Files, files_in: FilesIn = storage.list_folder) -> Described:
+def described_by(uri: str, own: Files, files_in: FilesIn | None = None) -> Described:
     """Returns a checkpoint's files, with those of another tokenizer and template in place of its own if its name gives
     them, or if it has none and its run has. `own`: the files in its folder. `files_in`: a listing that is known
     already saves requests."""
+    listed = files_in or storage.list_folder
     override = override_of(uri)
     files, problems, notes = dict(own), list[str](), list[str]()
     place = override.tokenizer if override else None
     if place is not None:
-        files = _with_tokenizer(own, _named(files_in(place)))
+        files = _with_tokenizer(own, _named(listed(place)))
         notes.append(f"its tokenizer is that of {place}")
     elif (
         "config.json" in own
@@ -67,7 +69,7 @@ def described_by(uri: str, own: Files, files_in: FilesIn = storage.list_folder) 
         notes.append(f"it has no tokenizer, so it takes that of its run, in {place}")
     if override and override.template is not None:
         files = {name: file for name, file in files.items() if name not in _TEMPLATES}
-        problems += _take_template(override.template, files, files_in)
+        problems += _take_template(override.template, files, listed)
         notes.append(f"its chat template is that of {override.template}")
     return Described(files, [*problems, *_problems(files, place)], tuple(notes))
 
@@ -111,20 +113,15 @@ def _take_template(place: str, files: dict[str, FileInfo], files_in: FilesIn) ->
     return []
 
 
-def _above(uri: str, files_in: FilesIn) -> tuple[str, Files] | None:
-    for folder in _folders_of_run(uri):
-        files = _named(files_in(folder))
-        if has_vocabulary(files) and SETTINGS_NAME in files:
-            return folder, files
-    return None
-
-
-def _folders_of_run(uri: str) -> Iterator[str]:
+def _above(uri: str, files_in: FilesIn | None) -> tuple[str, Files] | None:
     folder = storage.absolute(uri).rstrip("/")
-    yield storage.join(folder, _FOLDER)
-    for above in _outwards(folder):
-        yield above
-        yield storage.join(above, _FOLDER)
+    outwards = _outwards(folder)
+    files_in = files_in or partial(storage.list_folder, within=outwards[-1])
+    for place in [each for above in outwards for each in (above, storage.join(above, _FOLDER))][1:]:
+        files = _named(files_in(place))
+        if has_vocabulary(files) and SETTINGS_NAME in files:
+            return place, files
+    return None
 
 
 def _outwards(folder: str) -> list[str]:
@@ -135,7 +132,7 @@ def _outwards(folder: str) -> list[str]:
     run = (steps[0] if steps else 0) + 1
     while run < len(folders) - 1 and storage.basename(folders[run]) in _CONTAINERS:
         run += 1
-    return folders[1 : run + 1]
+    return folders[: run + 1]
 
 
 def _is_folder(place: str) -> bool:

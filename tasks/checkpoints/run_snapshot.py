@@ -20,13 +20,13 @@ from pools.weights.formats import INDEX_NAME, may_pass
 from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
-    TOKENIZER_FILES,
     ModelFolder,
     checkpoint_files,
     digest_model_folder,
     inspect_model_folder,
     small_files,
 )
+from pools.weights.tokenizers import TOKENIZER_FILES
 from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import settings
 from resources.storage import storage
