@@ -23,7 +23,7 @@ from resources.errors import AssayError, BadInput, exclusive
 from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions, load_regions
 from resources.regions.work_pools import Source, choose_work_pool
-from tasks.policies.events import CompleteCheckpoint, WatchedRuns, checkpoint_of, listeners, send
+from tasks.policies.events import CompleteCheckpoint, WatchedRuns, checkpoint_of, complete_checkpoint, listeners, send
 from tasks.policies.policy import Policy
 from tasks.prefect_server.client import limit_accelerators, require_server
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, apply_work_pools, wanted_work_pools, work_pool_states
@@ -97,7 +97,7 @@ def notify(
     checkpoint = checkpoint_of(of)
     automations: list[str] = []
     if checkpoint is not None and checkpoint.complete:
-        event = CompleteCheckpoint(checkpoint.uri, checkpoint.run, checkpoint.name, checkpoint.step)
+        event = complete_checkpoint(checkpoint)
         automations = listeners(event)
         send([event])
         outcome, problems = f"{checkpoint.name} is complete: said so", []

@@ -20,6 +20,7 @@ from tasks.records.search import records_of_checkpoints
 from tasks.records.verdicts import Verdict
 from tasks.reports.texts import verdict_markdown, verdict_table
 from tasks.running.early import early_below
+from tasks.spec.labels import folder_of
 from tasks.spec.loading import build_config, load_config
 from tasks.verdicts.gate import Gate
 from tasks.verdicts.judge import JudgedCheckpoint, judge, judged_checkpoints, with_rejected
@@ -119,7 +120,7 @@ def load_gate(uri: str) -> Gate:
 def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:
     """Returns the steps of a run that have early verdicts but no succeeded record."""
     folder = storage.join(evaluation_path, run)
-    steps = {verdict.checkpoint.step for verdict in early_below(folder)}
+    steps = {verdict.checkpoint.step for verdict in early_below(folder) if verdict.checkpoint.label is None}
     if not steps:
         raise BadInput(
             expected=f"early verdicts below {folder} without a whole evaluation yet",
@@ -157,7 +158,7 @@ def _named(name: str, path: str, *, early: bool) -> list[JudgedCheckpoint]:
     meant = {item.record.checkpoint.name for item in records}
     verdicts = [each for each in early_below(path) if each.checkpoint.name in meant] if early else []
     own = records[0].record.checkpoint
-    return with_rejected(judged_checkpoints(records, verdicts), rejected, run=own.run, step=own.step)
+    return with_rejected(judged_checkpoints(records, verdicts), rejected, run=own.run, folder=own.folder)
 
 
 def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -> list[JudgedCheckpoint]:
@@ -171,16 +172,23 @@ def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -
         raise BadInput(expected="--run, one of those recorded", found=", ".join(runs), remedy="name one of them")
 
     def is_wanted(reference: CheckpointReference) -> bool:
-        return (run is None or reference.run == run) and (step is None or reference.step == step)
+        return (run is None or reference.run == run) and (step is None or reference.folder == folder_of(step, None))
 
     matching = [recorded for recorded in records if is_wanted(recorded.record.checkpoint)]
     decided = [verdict for verdict in verdicts if is_wanted(verdict.checkpoint)]
     if not matching and not decided:
-        steps = sorted({reference.step for reference in references if run is None or reference.run == run})
-        known = f"steps {', '.join(map(str, steps))}" if steps else f"runs {', '.join(runs)}" if runs else "none"
+        own = [reference for reference in references if run in (None, reference.run)]
+        steps = ", ".join(map(str, sorted({reference.step for reference in own if reference.label is None})))
+        labels = sorted({reference.label for reference in own if reference.label is not None})
+        known = ", ".join([f"steps {steps}"] * bool(steps) + labels) or (f"runs {', '.join(runs)}" if runs else "none")
         raise BadInput(
             expected=f"records of {run or 'a run'}{'' if step is None else f' at step {step}'} below {path}",
             found=known,
             remedy="evaluate it, or name another --records, --run or --step",
         )
-    return with_rejected(judged_checkpoints(matching, decided), rejected, run=run or runs[0], step=step)
+    return with_rejected(
+        judged_checkpoints(matching, decided),
+        rejected,
+        run=run or runs[0],
+        folder=None if step is None else folder_of(step, None),
+    )

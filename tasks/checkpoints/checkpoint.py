@@ -18,7 +18,8 @@ SERVED: tuple[Kind, ...] = ("huggingface",)
 LOADED_NATIVELY: tuple[Kind, ...] = ("huggingface", "levanter")
 """Kinds that engines serve, and kinds that the native evaluation loads."""
 Inputs = tuple[int, ...]
-"""A checkpoint of a run as the steps of its inputs: 1 step for a trained checkpoint, several if it is merged."""
+"""A checkpoint of a run as the steps of its inputs: 1 step for a trained checkpoint, several if it is merged, none if
+it has a label: rules take all labels of a run or none."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ def merge_reference(checkpoint: Checkpoint) -> MergeReference | None:
     for each, weight in zip(checkpoint.inputs, merge.weights(len(checkpoint.inputs)), strict=True):
         assert each.folder is not None, "only complete checkpoints are evaluated"
         digest = digest_model_folder(each.folder).checkpoint
-        inputs.append(MergedInput(uri=each.uri, run=each.run, step=each.step, digest=digest, weight=weight))
+        place = {"run": each.run, "step": each.step, "label": each.label}
+        inputs.append(MergedInput(uri=each.uri, **place, digest=digest, weight=weight))
     return MergeReference(kind=merge.kind, parameter=merge.parameter, inputs=tuple(inputs))
 
 
@@ -112,7 +113,7 @@ def _chosen(source: Source, checkpoints: Sequence[Checkpoint]) -> list[Checkpoin
 def _by_step(checkpoints: Sequence[Checkpoint]) -> dict[int, Checkpoint]:
     exports = [checkpoint for checkpoint in checkpoints if checkpoint.kind == "huggingface"]
     by_step: dict[int, Checkpoint] = {}
-    for checkpoint in exports or checkpoints:
+    for checkpoint in (each for each in exports or checkpoints if each.label is None):
         other = by_step.get(checkpoint.step)
         if other is None or not other.complete:
             by_step[checkpoint.step] = checkpoint

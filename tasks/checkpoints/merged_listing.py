@@ -21,9 +21,10 @@ def with_means(checkpoints: Sequence[SeenCheckpoint], inputs: Iterable[Inputs]) 
     is complete once all inputs are; entries with a single step are ignored."""
     by_step: dict[int, list[SeenCheckpoint]] = defaultdict(list)
     for checkpoint in sorted(checkpoints, key=lambda seen: (seen.kind not in SERVED, not seen.complete)):
-        by_step[checkpoint.step].append(checkpoint)
+        if checkpoint.label is None:
+            by_step[checkpoint.step].append(checkpoint)
     means = [_mean([by_step[step] for step in steps]) for steps in sorted(inputs) if len(steps) > 1]
-    return sorted([*checkpoints, *means], key=lambda checkpoint: checkpoint.step) if means else [*checkpoints]
+    return sorted([*checkpoints, *means], key=lambda checkpoint: checkpoint.order) if means else [*checkpoints]
 
 
 def _mean(candidates: Sequence[Sequence[SeenCheckpoint]]) -> SeenCheckpoint:
@@ -76,7 +77,7 @@ def past_means(
     checkpoint with a succeeded record, by its name."""
     if not any(checkpoint.merged for checkpoint in listed):
         return {}
-    steps = {checkpoint.step for checkpoint in listed if not checkpoint.merged}
+    steps = {checkpoint.step for checkpoint in listed if not checkpoint.merged and checkpoint.label is None}
     hashes: dict[tuple[int, int], list[frozenset[str]]] = defaultdict(list)
     for name, states in recorded.items():
         mean = recorded_mean(name)

@@ -38,6 +38,7 @@ from tasks.checkpoints.checkpoint import Checkpoint, Inputs, Kind
 from tasks.checkpoints.discovery import layouts_in, not_exported
 from tasks.checkpoints.frameworks import is_about_marks
 from tasks.spec.evaluation import digest_of
+from tasks.spec.labels import Order, order_of
 from tasks.spec.names import name_of
 
 _LOOKS_AT_ONCE = 16  # each read of an object store waits for the network
@@ -67,8 +68,13 @@ class SeenCheckpoint:
 
     @property
     def inputs(self) -> Inputs:
-        """Steps of its inputs: its own step, unless it is merged."""
-        return self.merged or (self.step,)
+        """Steps of its inputs: its own step, unless it is merged; none if it has a label."""
+        return self.merged or ((self.step,) if self.label is None else ())
+
+    @property
+    def order(self) -> Order:
+        """Sort key within its run: labels after steps."""
+        return order_of(self.step, self.label)
 
     @property
     def complete(self) -> bool:

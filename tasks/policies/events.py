@@ -42,6 +42,7 @@ class CompleteCheckpoint:
     step: int
     policy: str | None = None
     """Policy of the watcher that found it; unset for events from elsewhere."""
+    label: str | None = None
 
     def labels(self) -> dict[str, str]:
         """Returns the event's resource, `assay.checkpoint.<uri>`, with labels for searches."""
@@ -49,9 +50,14 @@ class CompleteCheckpoint:
             "prefect.resource.id": f"{_RESOURCE}{with_each_location(self.uri, storage.absolute)}",
             "prefect.resource.name": self.name,
             "assay.run": self.run,
-            "assay.step": str(self.step),
+            **({"assay.step": str(self.step)} if self.label is None else {"assay.label": self.label}),
         }
         return labels | ({"assay.policy": self.policy} if self.policy is not None else {})
+
+
+def complete_checkpoint(checkpoint: Checkpoint) -> CompleteCheckpoint:
+    """Returns the content of the event of a discovered checkpoint."""
+    return CompleteCheckpoint(checkpoint.uri, checkpoint.run, checkpoint.name, checkpoint.step, label=checkpoint.label)
 
 
 def resources_of(runs: Iterable[str]) -> list[str]:
@@ -91,7 +97,7 @@ def listeners(checkpoint: CompleteCheckpoint) -> list[str]:
 def emit(checkpoints: Iterable[Checkpoint]) -> None:
     """Sends `checkpoint.complete` events in the background of a flow; failures do not affect the flow."""
     for checkpoint in checkpoints:
-        complete = CompleteCheckpoint(checkpoint.uri, checkpoint.run, checkpoint.name, checkpoint.step)
+        complete = complete_checkpoint(checkpoint)
         emit_event(event=CHECKPOINT_COMPLETE, resource=complete.labels())
 
 
@@ -99,7 +105,7 @@ def emit_verdict(verdict: Verdict, checkpoint: SeenCheckpoint, *, run: str, poli
     """Sends a gate's verdict on a checkpoint as an event if there is a flow run; failures do not affect the flow."""
     if not in_flow_run():
         return
-    complete = CompleteCheckpoint(checkpoint.uri, run, checkpoint.name, checkpoint.step, policy)
+    complete = CompleteCheckpoint(checkpoint.uri, run, checkpoint.name, checkpoint.step, policy, checkpoint.label)
     refused = [{"rule": refusal.rule, "found": refusal.found} for refusal in verdict.refusals]
     emit_event(
         event=GATE_EVENTS[verdict.word],
@@ -131,7 +137,7 @@ class WatchedRuns:
             fresh = [checkpoint for checkpoint in complete if (before or {}).get(checkpoint.uri) != checkpoint.listing]
             self._reported[run] = {checkpoint.uri: checkpoint.listing for checkpoint in complete}
             checkpoints += [
-                CompleteCheckpoint(seen.uri, name_of(run)[0], seen.name, seen.step, self._policy.name)
+                CompleteCheckpoint(seen.uri, name_of(run)[0], seen.name, seen.step, self._policy.name, seen.label)
                 for seen in (fresh[-1:] if before is None else fresh)
             ]
         return checkpoints

@@ -38,10 +38,11 @@ from tasks.running.cells import Cell
 from tasks.running.conclude import judge_checkpoints
 from tasks.running.early import decided_early
 from tasks.spec.evaluation import digest_of
+from tasks.spec.labels import folder_of, latest_of
 from tasks.verdicts.gate import Gate
 from tasks.verdicts.judge import JudgedCheckpoint
 
-_NAME = re.compile(r"step-(\d+)\.(go|no-go)\.([0-9a-f]{16})\.json")
+_NAME = re.compile(r"(step-\d+|label-\S+)\.(go|no-go)\.([0-9a-f]{16})\.json")
 
 
 def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> None:
@@ -110,7 +111,7 @@ def _judge_settled(gate: Gate, policy: Policy, listing: RunListing) -> list[Reas
     reasons: list[Reason] = []
     for checkpoint, judged, state in fresh:
         own = verdict.about(judged.name)
-        if kept.keep(judged.step, state, _as_kept(own, judged, run=listing.name, policy=policy.name)):
+        if kept.keep(judged.folder, state, _as_kept(own, judged, run=listing.name, policy=policy.name)):
             emit_verdict(own, checkpoint, run=listing.name, policy=policy.name)
             reasons += own.reasons
     return reasons
@@ -120,7 +121,7 @@ def verdict_words(gate: Gate, policy: Policy, listing: RunListing) -> dict[str, 
     """Returns GO or NO-GO by checkpoint name, for checkpoints judged in their current state by a policy's own gate."""
     kept = _kept_verdicts(run_folder(policy, listing.name), gate)
     words = {
-        checkpoint.name: kept.word(checkpoint.step, _state(listing, checkpoint, evaluations))
+        checkpoint.name: kept.word(_folder(checkpoint), _state(listing, checkpoint, evaluations))
         for checkpoint, evaluations in _wanted_of(policy, listing).items()
     }
     return {name: word for name, word in words.items() if word is not None}
@@ -134,13 +135,23 @@ def settled(gate: Gate, policy: Policy, listing: RunListing) -> list[SeenCheckpo
     for cell in reconciliation.every:
         states[cell.checkpoint.uri].add(cell.state)
     ready: list[SeenCheckpoint] = []
-    for checkpoint in sorted(_wanted_of(policy, listing), key=lambda checkpoint: checkpoint.step):
+    for checkpoint in sorted(_wanted_of(policy, listing), key=lambda checkpoint: checkpoint.order):
         open_states = states[checkpoint.uri]
         if open_states <= {"failed", "decided_early"}:
             ready.append(checkpoint)
         elif gate.looks_back and open_states & ON_ITS_WAY:
             break
-    return ready if gate.checkpoints == "every" else [each for each in ready if each.step == ready[-1].step]
+    return _chosen(gate, ready)
+
+
+def _chosen(gate: Gate, checkpoints: Iterable[SeenCheckpoint]) -> list[SeenCheckpoint]:
+    every = list(checkpoints)
+    latest = latest_of(checkpoint.order for checkpoint in every)
+    return [each for each in every if gate.checkpoints == "every" or each.order == latest]
+
+
+def _folder(checkpoint: SeenCheckpoint) -> str:
+    return folder_of(checkpoint.step, checkpoint.label)
 
 
 def _not_judged(
@@ -150,13 +161,13 @@ def _not_judged(
     fresh = []
     for checkpoint in settled(gate, policy, listing):
         state = _state(listing, checkpoint, evaluations[checkpoint])
-        if kept.word(checkpoint.step, state) is not None:
+        if kept.word(_folder(checkpoint), state) is not None:
             continue
         judged = _judged(policy, listing, checkpoint, evaluations[checkpoint])
         if judged.without_record:  # deleted since the index was built
             continue
-        if (before := kept.same_records(checkpoint.step, _records_digest(judged))) is not None:
-            kept.keep(checkpoint.step, state, before)
+        if (before := kept.same_records(judged.folder, _records_digest(judged))) is not None:
+            kept.keep(judged.folder, state, before)
             continue
         fresh.append((checkpoint, judged, state))
     return fresh
@@ -165,8 +176,7 @@ def _not_judged(
 def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedCheckpoint]:
     """Returns the requested checkpoints of a run that a gate judges, with the current records of their cells."""
     evaluations = _wanted_of(policy, listing)
-    highest = max((checkpoint.step for checkpoint in evaluations), default=None)
-    chosen = [checkpoint for checkpoint in evaluations if gate.checkpoints == "every" or checkpoint.step == highest]
+    chosen = _chosen(gate, evaluations)
     return [_judged(policy, listing, checkpoint, evaluations[checkpoint]) for checkpoint in chosen]
 
 
@@ -184,7 +194,7 @@ def _wanted_of(policy: Policy, listing: RunListing) -> dict[SeenCheckpoint, list
 def _judged(
     policy: Policy, listing: RunListing, checkpoint: SeenCheckpoint, evaluations: Sequence[WantedEvaluation]
 ) -> JudgedCheckpoint:
-    folder = storage.join(run_folder(policy, listing.name), f"step-{checkpoint.step}")
+    folder = storage.join(run_folder(policy, listing.name), _folder(checkpoint))
     by_hash: dict[str, list[FoundRecord]] = defaultdict(list)
     of_name = [item for item in find_records(folder) if item.record.checkpoint.name == checkpoint.name]
     digests = _known_digests(checkpoint, (item.record.checkpoint for item in of_name))
@@ -207,6 +217,7 @@ def _judged(
         tuple(standing),
         without_record=len(evaluations) - len(standing) - len(decided),
         early=tuple(decided),
+        label=checkpoint.label,
     )
 
 
@@ -218,30 +229,30 @@ def _is_unsettled(checkpoint: JudgedCheckpoint) -> bool:
 @dataclass(frozen=True)
 class _KeptVerdicts:
     folder: str
-    files: Mapping[tuple[int, str], str]
+    files: Mapping[tuple[str, str], str]
 
-    def word(self, step: int, state: str) -> str | None:
-        name = self.files.get((step, state))
+    def word(self, place: str, state: str) -> str | None:
+        name = self.files.get((place, state))
         return None if name is None else "NO-GO" if ".no-go." in name else "GO"
 
-    def same_records(self, step: int, records: str) -> bytes | None:
-        for (of_step, _), name in self.files.items():
-            if of_step == step:
+    def same_records(self, place: str, records: str) -> bytes | None:
+        for (of_place, _), name in self.files.items():
+            if of_place == place:
                 content = storage.read_bytes(storage.join(self.folder, name))
                 if orjson.loads(content)["records"] == records:
                     return content
         return None
 
-    def keep(self, step: int, state: str, content: bytes) -> bool:
+    def keep(self, place: str, state: str, content: bytes) -> bool:
         word = orjson.loads(content)["verdict"].lower()
-        return storage.create_bytes(storage.join(self.folder, f"step-{step}.{word}.{state}.json"), content)
+        return storage.create_bytes(storage.join(self.folder, f"{place}.{word}.{state}.json"), content)
 
 
 def _kept_verdicts(run_folder: str, gate: Gate) -> _KeptVerdicts:
     folder = gate_folder(run_folder, gate)
     names = [storage.basename(file.uri) for file in storage.list_files(folder) if file.regular]
     matched = [match for name in names if (match := _NAME.fullmatch(name))]
-    return _KeptVerdicts(folder, {(int(match[1]), match[3]): match[0] for match in matched})
+    return _KeptVerdicts(folder, {(match[1], match[3]): match[0] for match in matched})
 
 
 def _known_digests(
@@ -277,6 +288,12 @@ def _records_digest(judged: JudgedCheckpoint) -> str:
 
 
 def _as_kept(verdict: Verdict, judged: JudgedCheckpoint, *, run: str, policy: str) -> bytes:
-    about: dict[str, Any] = {"policy": policy, "run": run, "checkpoint": judged.name, "step": judged.step}
+    about: dict[str, Any] = {
+        "policy": policy,
+        "run": run,
+        "checkpoint": judged.name,
+        "step": judged.step,
+        "label": judged.label,
+    }
     content = {**verdict.as_dict(), **about, "records": _records_digest(judged), "at": now().isoformat()}
     return orjson.dumps(content, option=orjson.OPT_INDENT_2)

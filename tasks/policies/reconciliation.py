@@ -65,17 +65,23 @@ class RunListing:
     early: EarlyDecisions | None = None
 
     def taken_by(self, rules: Sequence[CheckpointRule], *, final_step: int | None) -> set[Inputs]:
-        """Returns the inputs of the checkpoints that rules select; see `eligible`."""
-        written = [checkpoint for checkpoint in self.checkpoints if not checkpoint.merged]
+        """Returns the inputs of the checkpoints that rules select; see `eligible`. Of labels, rules other than `all`
+        select none."""
+        written = [checkpoint for checkpoint in self.checkpoints if len(checkpoint.inputs) == 1]
         averaged = [checkpoint for checkpoint in written if checkpoint.kind in SERVED] or written
         by_number = any(rule.every_n_steps for rule in rules)
         past = past_steps(self.records, self.name, self.checkpoints) if by_number else set()
         taken = partial(eligible, past=past, final_step=final_step)
         plain = [rule for rule in rules if rule.merged is None]
-        return taken(plain, [checkpoint.step for checkpoint in written if checkpoint.complete]) | taken(
-            [rule for rule in rules if rule.merged is not None],
-            [checkpoint.step for checkpoint in averaged if checkpoint.complete],
-            listed=[checkpoint.step for checkpoint in averaged],
+        labels: set[Inputs] = {()} if any(rule.which == "all" for rule in plain) else set()
+        return (
+            labels
+            | taken(plain, [checkpoint.step for checkpoint in written if checkpoint.complete])
+            | taken(
+                [rule for rule in rules if rule.merged is not None],
+                [checkpoint.step for checkpoint in averaged if checkpoint.complete],
+                listed=[checkpoint.step for checkpoint in averaged],
+            )
         )
 
 
@@ -134,7 +140,7 @@ def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> 
     for part in parts:
         done.update(part.done)
     work = [cell for part in parts for cell in part.work]
-    work.sort(key=lambda cell: (-cell.evaluation.priority, cell.checkpoint.step, cell.run))
+    work.sort(key=lambda cell: (-cell.evaluation.priority, cell.checkpoint.order, cell.run))
     others = [cell for part in parts for cell in part.others]
     return Reconciliation(done, work, others, sum(part.left_out for part in parts))
 
@@ -147,7 +153,7 @@ def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> Reconc
     state = _RunState(listing, policy, now=now)
     complete = [checkpoint for checkpoint in listing.checkpoints if checkpoint.complete]
     past = past_steps(listing.records, listing.name, listing.checkpoints)
-    steps = sorted({*past, *(checkpoint.step for checkpoint in complete if not checkpoint.merged)})
+    steps = sorted({*past, *(checkpoint.step for checkpoint in complete if len(checkpoint.inputs) == 1)})
     wanted_of = _wanted_of_each(listing, final_step=policy.final_step)
     done: Counter[tuple[str, str]] = Counter()
     open_cells: list[OpenCell] = []
@@ -157,7 +163,11 @@ def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> Reconc
             open_cells += [
                 state.not_whole(OpenCell(listing.name, checkpoint, evaluation))
                 for evaluation in listing.evaluations
-                if might_be_eligible(evaluation.rules, checkpoint.step, steps, final_step=policy.final_step)
+                if (
+                    might_be_eligible(evaluation.rules, checkpoint.step, steps, final_step=policy.final_step)
+                    if checkpoint.label is None
+                    else () in listing.taken_by(evaluation.rules, final_step=policy.final_step)
+                )
             ]
         elif checkpoint.inputs in wanted_of:
             evaluations, hashes = wanted_of[checkpoint.inputs]
@@ -193,7 +203,7 @@ def _early_or_whole(
     whole_at = {each.hash: early.whole_steps(steps[each.hash], each.hash) for each in listing.evaluations}
     decided: list[OpenCell] = []
     for cell in cells:
-        if cell.state in ("waiting", "not_served") or cell.checkpoint.merged:  # merged: few, so evaluated whole
+        if cell.state in ("waiting", "not_served") or len(cell.checkpoint.inputs) != 1:  # few, so evaluated whole
             decided.append(cell)
         elif why := early.whole_because(cell.checkpoint, cell.evaluation):
             decided.append(replace(cell, reason=cell.reason or why))
@@ -205,7 +215,7 @@ def _early_or_whole(
         return decided
     first_whole: dict[str, int] = {}
     for cell in decided:
-        if not cell.early and cell.state in ON_ITS_WAY:
+        if not cell.early and cell.state in ON_ITS_WAY and cell.checkpoint.label is None:
             hash_, step = cell.evaluation.hash, cell.checkpoint.step
             first_whole[hash_] = min(step, first_whole.get(hash_, step))
     for place, cell in enumerate(decided):

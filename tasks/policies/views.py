@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
+from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.policies.batches import Batch
 from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import ON_ITS_WAY, OpenCell, Reconciliation, RunListing, State, moment
@@ -204,7 +205,7 @@ def status_json(
                 if state is not None:
                     suites.setdefault(evaluation.suites[0], Counter())[state] += 1
             counted = {suite: dict(counts) for suite, counts in suites.items()}
-            row = {"checkpoint": checkpoint.name, "step": checkpoint.step, "suites": counted}
+            row = {"checkpoint": checkpoint.name, **_place(checkpoint), "suites": counted}
             judged = {} if verdicts is None else {"gate": verdicts.get(listing.name, {}).get(checkpoint.name)}
             rows.append(row | judged)
         names = list(dict.fromkeys(evaluation.suites[0] for evaluation in listing.evaluations))
@@ -248,7 +249,7 @@ def _identity(cell: OpenCell) -> dict[str, Any]:
     return {
         "run": cell.run,
         "checkpoint": cell.checkpoint.name,
-        "step": cell.checkpoint.step,
+        **_place(cell.checkpoint),
         "uri": cell.checkpoint.uri,
         "suite": cell.evaluation.suites[0],
         "evaluation": cell.evaluation.title,
@@ -256,6 +257,11 @@ def _identity(cell: OpenCell) -> dict[str, Any]:
         "priority": cell.evaluation.priority,
         "decide": "early" if cell.early else "whole",
     }
+
+
+def _place(checkpoint: SeenCheckpoint) -> dict[str, Any]:
+    labelled = checkpoint.label is not None
+    return {"step": None, "label": checkpoint.label} if labelled else {"step": checkpoint.step}
 
 
 def _number(value: float | None, digits: int = 0) -> str:

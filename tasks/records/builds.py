@@ -287,10 +287,13 @@ def build_changes(
     metric: str,
     qualifications: Sequence[Qualification],
 ) -> list[BuildChange]:
-    """Returns the changes between neighboring checkpoints of each run; `numbers` is a single series, sorted by step."""
+    """Returns the changes between neighboring checkpoints of each run; `numbers` is a single series, sorted by step;
+    checkpoints with a label are left out."""
     changes: list[BuildChange] = []
     builds: dict[str, Build] = {}
     for checkpoint, record in numbers:
+        if checkpoint.label is not None:
+            continue
         later, build = build_of(record, benchmark), builds.get(checkpoint.run)
         if build is not None and (words := build.changes(later)):
             steps = qualified_steps(build, later, qualifications, evaluator=evaluator, benchmark=benchmark)

@@ -15,7 +15,7 @@ _Set = tuple[str, str, tuple[str, ...]]
 
 
 def current_records(records: Sequence[Record]) -> list[Record]:
-    """Returns the newest record of each checkpoint, benchmarks and settings, sorted by run and step.
+    """Returns the newest record of each checkpoint, benchmarks and settings, sorted by run and step, then by label.
 
     Leaves out a failure if the same benchmarks succeeded later with other settings; an evaluation limited to some
     questions never replaces a full evaluation. A checkpoint rewritten at its path counts as the same, a checkpoint of
@@ -34,7 +34,7 @@ def current_records(records: Sequence[Record]) -> list[Record]:
         for (asked, _), record in newest.items()
         if record.succeeded or not any(_replaces(later, record) for later in successes[asked])
     ]
-    return sorted(kept, key=lambda record: (apart(record.checkpoint).run, record.checkpoint.step))
+    return sorted(kept, key=lambda record: (apart(record.checkpoint).run, record.checkpoint.order))
 
 
 def newest_settings(records: Sequence[Record]) -> list[Record]:

@@ -19,6 +19,7 @@ from pools.weights.merges import MergeKind
 from resources.settings import settings
 from resources.storage import storage
 from tasks.spec.evaluation import digest_of
+from tasks.spec.labels import Order, folder_of, order_of, short_words_of, words_of
 from tasks.spec.names import in_steps
 
 _Value = TypeVar("_Value")
@@ -88,15 +89,42 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
-class MergedInput(Part):
+class Placed(Part):
+    """A checkpoint's place in its run."""
+
+    step: Whole
+    """Training step; 0 for a checkpoint with a label."""
+    label: PathPart | None = None
+    """Name of a checkpoint without a step, such as best or epoch 2; it is no point of a curve."""
+
+    @property
+    def folder(self) -> str:
+        """Name of its folder below the run's records."""
+        return folder_of(self.step, self.label)
+
+    @property
+    def order(self) -> Order:
+        """Sort key within its run: labels after steps."""
+        return order_of(self.step, self.label)
+
+    @property
+    def place(self) -> str:
+        """Its step or label for a sentence, such as `step 2,000`."""
+        return words_of(self.step, self.label)
+
+    @property
+    def short_place(self) -> str:
+        """Its step or label for a table, such as `2,000`."""
+        return short_words_of(self.step, self.label)
+
+
+class MergedInput(Placed):
     """An input of a merged checkpoint."""
 
     uri: str
     """Its folder."""
     run: str
     """Training run that wrote it, from its folder."""
-    step: Whole
-    """Training step."""
     digest: str
     """Digest over weights, config, tokenizer and chat template."""
     weight: float
@@ -116,11 +144,15 @@ class MergeReference(Part):
     def __str__(self) -> str:
         made = f"{self.kind} of {len(self.inputs)}" + (f", {self.parameter}" if self.parameter else "")
         runs = dict.fromkeys(merged.run for merged in self.inputs)
-        steps = {run: [merged.step for merged in self.inputs if merged.run == run] for run in runs}
-        return f"{made}: " + ", ".join(f"{run} {in_steps(run_steps)}" for run, run_steps in steps.items())
+        return f"{made}: " + ", ".join(f"{run} {self._places(run)}" for run in runs)
+
+    def _places(self, run: str) -> str:
+        inputs = [merged for merged in self.inputs if merged.run == run]
+        steps = in_steps([merged.step for merged in inputs if merged.label is None])
+        return ", ".join(filter(None, [steps, *(merged.label for merged in inputs)]))
 
 
-class CheckpointReference(Part):
+class CheckpointReference(Placed):
     """The evaluated model state."""
 
     uri: str
@@ -130,7 +162,7 @@ class CheckpointReference(Part):
     name: PathPart
     """Its name in requests and reports, such as run-a-2000."""
     step: Whole
-    """Training step; for a merged checkpoint, the step of its last input."""
+    """Training step; for a merged checkpoint, the step of its last input; 0 for a checkpoint with a label."""
     digest: str
     """Digest over weights, config, tokenizer and chat template."""
     weights_digest: str
@@ -157,16 +189,17 @@ class OfCell(Protocol):
 def cell_place(checkpoint: CheckpointReference, evaluator: str, *, evaluation_hash: str, shown: str) -> str:
     """Returns a cell folder's path below the evaluation path; its name ends in a digest over settings and weights."""
     identity = digest_of([evaluation_hash, checkpoint.digest])[:10]
-    return f"{checkpoint.run}/step-{checkpoint.step}/{evaluator}/{shown}-{identity}"
+    return f"{checkpoint.run}/{checkpoint.folder}/{evaluator}/{shown}-{identity}"
 
 
 def misplaced(outcome: OfCell, cell_uri: str) -> str | None:
     """Returns the reason why a record or verdict does not belong to its folder's cell; None if it does.
 
-    Compares only the end of the path, `<run>/step-<N>/<evaluator>/<cell>`: all records can be moved together.
+    Compares only the end of the path, `<run>/step-<N>/<evaluator>/<cell>` or `<run>/label-<label>/…`: all records can
+    be moved together.
     """
     checkpoint, shown = outcome.checkpoint, outcome.cell.rpartition("-")[0]
-    own = f"{checkpoint.run}/step-{checkpoint.step}/{outcome.evaluator}/{outcome.cell}"
+    own = f"{checkpoint.run}/{checkpoint.folder}/{outcome.evaluator}/{outcome.cell}"
     local = storage.is_local(cell_uri)
     parts = storage.local_path(cell_uri).absolute().parts if local else cell_uri.rstrip("/").split("/")
     if "/".join(parts[-4:]) != own:

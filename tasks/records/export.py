@@ -68,7 +68,8 @@ def _of_split(name: str) -> Callable[[Measured], Any]:
 
 COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
     "run": ("text", _at("record.checkpoint.run")),
-    "step": ("whole", _at("record.checkpoint.step")),
+    "step": ("whole", lambda row: row.record.checkpoint.step if row.record.checkpoint.label is None else None),
+    "label": ("text", _at("record.checkpoint.label")),
     "checkpoint": ("text", _at("record.checkpoint.name")),
     "evaluator": ("text", _at("record.evaluator")),
     "benchmark": ("text", _at("benchmark")),

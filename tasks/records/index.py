@@ -35,7 +35,7 @@ from resources.storage.regular_files import leads_out
 from resources.storage.storage import FileInfo
 from tasks.records.record import RECORD_NAME, Record, read_record
 from tasks.records.usage import IndexedRecord, MonthSpent, Sums, Typical, Work, summed, usage_of
-from tasks.spec.names import step_of
+from tasks.spec.labels import place_in
 
 FOLDER = "index"  # in a run's
 _SUMMARY = "summary.json"
@@ -297,9 +297,9 @@ def record_stamps(run_folder: str) -> Iterator[tuple[str, Stamp]]:
 
 
 def _local_cells(root: str) -> Iterator[str]:
-    for step in _subfolders(root):
-        if step_of(step.rpartition("/")[2]) is not None:
-            for evaluator in _subfolders(step):
+    for checkpoint in _subfolders(root):
+        if place_in(checkpoint.rpartition("/")[2]) is not None:
+            for evaluator in _subfolders(checkpoint):
                 yield from _subfolders(evaluator)
 
 

@@ -363,7 +363,7 @@ def find_records(evaluation_path: str, *, rejected: dict[str, str] | None = None
     if rejected is not None:
         rejected |= {cell: reason for cell, reason in both if isinstance(reason, str)}
     return sorted(
-        entries, key=lambda entry: (entry.record.checkpoint.run, entry.record.checkpoint.step, entry.record.created)
+        entries, key=lambda entry: (entry.record.checkpoint.run, entry.record.checkpoint.order, entry.record.created)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from tasks.records.current import current_records, told_apart
 from tasks.records.details import CheckpointReference
 from tasks.records.record import RECORD_NAME, FoundRecord, Record, find_records, record_or_reason
 from tasks.spec.evaluators import evaluator_title, evaluator_titles
+from tasks.spec.labels import folder_of
 from tasks.spec.names import how_many, name_of, step_of
 
 _SHOWN_NAMES = 8
@@ -65,7 +67,7 @@ class RecordFilter:
         return _matches(benchmark, self.benchmarks) and (_matches(metric, self.metrics) if self.metrics else not smooth)
 
     def _means(self, record: Record) -> bool:
-        step = record.checkpoint.step
+        step = record.checkpoint.step if record.checkpoint.label is None else math.nan  # neither above nor below
         return (
             _matches(record.checkpoint.run, self.runs)
             and (self.first_step is None or step >= self.first_step)
@@ -97,10 +99,9 @@ def _is_evaluator(name: str, evaluators: Sequence[str]) -> bool:
 
 def found_below(evaluation_path: str, record: Record) -> FoundRecord:
     """Combines a record with the folder of its cell below an evaluation path."""
-    step = f"step-{record.checkpoint.step}"
-    return FoundRecord(
-        storage.join(evaluation_path, record.checkpoint.run, step, record.evaluator, record.cell), record
-    )
+    checkpoint = record.checkpoint
+    cell = storage.join(evaluation_path, checkpoint.run, checkpoint.folder, record.evaluator, record.cell)
+    return FoundRecord(cell, record)
 
 
 def records_of_checkpoints(
@@ -108,9 +109,9 @@ def records_of_checkpoints(
 ) -> list[list[FoundRecord]]:
     """Returns all records of the checkpoint that each text refers to; each folder is read once.
 
-    A text is a `NAME` as in records (run-a-2000), `RUN@STEP`, the name of a merged checkpoint (`mean(RUN@last:5)`), the
-    folder or file of a record, or `PATH:NAME` for a checkpoint with records below another folder than
-    `evaluation_path`. `rejected` receives the cells with a record that does not count, and why.
+    A text is a `NAME` as in records (run-a-2000), `RUN@STEP`, `RUN@LABEL`, the name of a merged checkpoint
+    (`mean(RUN@last:5)`), the folder or file of a record, or `PATH:NAME` for a checkpoint with records below another
+    folder than `evaluation_path`. `rejected` receives the cells with a record that does not count, and why.
 
     Raises:
         BadInput: there is no such record or checkpoint, the name is ambiguous, or the record in the folder does not
@@ -124,9 +125,10 @@ def _meant_by(name: str, checkpoints: Sequence[CheckpointReference]) -> list[Che
     if (merge := merge_of(name)) is not None:
         inputs = _inputs(merge, checkpoints)
         return [checkpoint for checkpoint in checkpoints if _is_made_so(checkpoint, merge, inputs)]
-    run, _, step = name.rpartition("@")
-    place = run, step_of(f"step-{step}")
-    return [each for each in checkpoints if each.name == name or (not each.merge and (each.run, each.step) == place)]
+    run, _, place = name.rpartition("@")
+    step = step_of(f"step-{place}")
+    there = run, folder_of(step or 0, place if step is None else None)
+    return [each for each in checkpoints if each.name == name or (not each.merge and (each.run, each.folder) == there)]
 
 
 def _inputs(merge: Merge, checkpoints: Iterable[CheckpointReference]) -> list[tuple[str, int]]:
@@ -186,7 +188,7 @@ def _of_checkpoint(text: str, *, evaluation_path: str, find: Callable[[str], lis
     names = list(dict.fromkeys(entry.record.checkpoint.name for entry in entries))
     close = difflib.get_close_matches(name, names, n=_SHOWN_NAMES, cutoff=0.5) or names[:_SHOWN_NAMES]
     raise BadInput(
-        expected=f"a checkpoint with records below {folder}, as NAME, RUN@STEP, mean(RUN@STEPS), "
+        expected=f"a checkpoint with records below {folder}, as NAME, RUN@STEP, RUN@LABEL, mean(RUN@STEPS), "
         "PATH:NAME or the folder of a record",
         found=f"{name}; there are records of {how_many(len(names), 'checkpoint')}: {', '.join(close) or 'none'}",
         remedy="name one of these, or say where its records lie: PATH:NAME",

@@ -85,7 +85,7 @@ def show_as_asset(record: Record, cell_uri: str) -> None:
     checkpoint = Asset(
         key=above,
         properties=AssetProperties.model_validate(
-            _described(reference.name, f"Checkpoint of step {reference.step}", reference.uri)
+            _described(reference.name, f"Checkpoint, {reference.place}", reference.uri)
         ),
     )
     title = f"{reference.name} · {evaluator}: {', '.join(record.benchmarks)}"
@@ -108,8 +108,8 @@ def asset_keys(record: Record) -> list[str]:
     own = record.checkpoint
     above = (own, *(own.merge.inputs if own.merge else ()))
     return [
-        asset_key("records", own.run, f"step-{own.step}", record.evaluator, record.cell),
-        *(asset_key("checkpoints", each.run, f"step-{each.step}", each.digest[:10]) for each in above),
+        asset_key("records", own.run, own.folder, record.evaluator, record.cell),
+        *(asset_key("checkpoints", each.run, each.folder, each.digest[:10]) for each in above),
     ]
 
 

@@ -33,19 +33,23 @@ def chart_of(
     noises = wavering(results, column)
     for run in results.runs:
         means = last_means(results, column, run, noises)
+        of_run = [checkpoint for checkpoint in results.checkpoints if checkpoint.run == run]
+        outcomes = ((checkpoint, results.outcome(checkpoint, column)) for checkpoint in of_run)
+        places = ((c, o, None if c.label else (run, c.step)) for c, o in outcomes if o)
         points = tuple(
             plots.Point(
-                step,
+                c.step,
                 o.metric.value if o.metric else None,
                 interval(o.metric) if o.metric else None,
                 o.record.status,
-                change=(run, step) in changed,
-                broken=(run, step) in changed and not changed[run, step].qualified,
-                outer=_outer(o.metric, noises.get(run)),
-                mean=_mean(means.get(step)),
-                alert=None if (run, step) not in alerts else "acknowledged" if alerts[run, step] else "open",
+                change=at in changed,
+                broken=at in changed and not changed[at].qualified,
+                outer=_outer(o.metric, None if c.label else noises.get(run)),
+                mean=_mean(means.get(c.step) if at else None),
+                alert=None if at not in alerts else "acknowledged" if alerts[at] else "open",
+                label=c.label,
             )
-            for step, o in _outcomes_of(results, column, run)
+            for c, o, at in places
             if o.metric or not o.record.succeeded
         )
         curves += [plots.Curve(run, points, *results.place_of(run))] if points else []
@@ -150,7 +154,7 @@ def _pieces(results: Results, column: Column, run: str) -> list[list[Point]]:
 
 
 def _outcomes_of(results: Results, column: Column, run: str) -> list[tuple[int, ColumnResult]]:
-    outcomes = ((c.step, results.outcome(c, column)) for c in results.checkpoints if c.run == run)
+    outcomes = ((c.step, results.outcome(c, column)) for c in results.steps_of(run))
     return [(step, outcome) for step, outcome in outcomes if outcome is not None]
 
 

@@ -91,7 +91,8 @@ class Split(NamedTuple):
         checkpoint, metric = self.record.checkpoint, self.metric
         return {
             "run": checkpoint.run,
-            "step": checkpoint.step,
+            "step": checkpoint.step if checkpoint.label is None else None,
+            "label": checkpoint.label,
             "checkpoint": checkpoint.name,
             "evaluator": self.record.evaluator,
             "benchmark": metric.benchmark,
@@ -146,8 +147,8 @@ def splits_of(records: Iterable[Record], flags: Sequence[Flags], *, evaluation_p
     splits = [
         split for record in records for split in _splits(found_below(evaluation_path, record), flags, statuses) if split
     ]
-    last = {_column(split): split.record.checkpoint.step for split in splits}
-    return [split._replace(newest=split.record.checkpoint.step == last[_column(split)]) for split in splits]
+    last = {_column(split): split.record.checkpoint.order for split in splits}
+    return [split._replace(newest=split.record.checkpoint.order == last[_column(split)]) for split in splits]
 
 
 def _column(split: Split) -> tuple[str, ...]:

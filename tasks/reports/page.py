@@ -60,7 +60,8 @@ def results_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     return [
         {
             "run": checkpoint.run,
-            "step": checkpoint.step,
+            "step": checkpoint.step if checkpoint.label is None else None,
+            "label": checkpoint.label,
             "checkpoint": checkpoint.name,
             "merge": how_merged(checkpoint),
             "evaluator": column.evaluator,
@@ -134,7 +135,7 @@ def results_table(
         run = results.trained[checkpoint.run]
         start = [Text(run if run != shown_run else "")] if len(runs) > 1 else []
         kind = results.merged_by(checkpoint.run).strip(" ()").replace(": ", ":\n")
-        start.append(Text(f"{checkpoint.step:,}\n{kind}".rstrip()))
+        start.append(Text(f"{checkpoint.short_place}\n{kind}".rstrip()))
         shown_run = run
         outcomes = [results.outcome(checkpoint, column) for column in columns]
         values = [
@@ -163,7 +164,8 @@ def rows_table(rows: Iterable[dict[str, Any]]) -> Table:
     for row in rows:
         value = NOTHING if row["value"] is None else measured(row["value"], row["stderr"])
         value += f" {CHANGED}" if row["integrity"] == "changed" else ""
-        step, n = f"{row['step']:,}", NOTHING if row["n"] is None else f"{row['n']:,}"
+        step = row["label"] if row["step"] is None else f"{row['step']:,}"
+        n = NOTHING if row["n"] is None else f"{row['n']:,}"
         names = evaluator_title(row["evaluator"]), row["benchmark"], row["metric"] or NOTHING
         status = Text(row["status"], style=_STATUS_STYLES.get(row["status"], ""))
         table.add_row(Text(row["run"]), step, *map(Text, names), value, n, status, f"{row['created']:%Y-%m-%d %H:%M}")

@@ -123,17 +123,17 @@ def sink_parts(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def early_parts(verdicts: Sequence[EarlyVerdict], records: Sequence[Record]) -> list[EarlyPart]:
     """Returns a part for each early score, by run and step, compared with the full evaluation if it exists."""
-    ordered = sorted(verdicts, key=lambda verdict: (verdict.checkpoint.run, verdict.checkpoint.step, verdict.created))
+    ordered = sorted(verdicts, key=lambda verdict: (verdict.checkpoint.run, verdict.checkpoint.order, verdict.created))
     wholes = {_state(record): record for record in records if record.succeeded}
     scores = [(verdict, score) for verdict in ordered for score in verdict.scores]
-    last = {_curve(verdict, score): verdict.checkpoint.step for verdict, score in scores}
+    last = {_curve(verdict, score): verdict.checkpoint.order for verdict, score in scores}
     return [
         EarlyPart(
             verdict.checkpoint,
             verdict.evaluator,
             score,
             decided_words(score, verdict),
-            verdict.checkpoint.step == last[_curve(verdict, score)],
+            verdict.checkpoint.order == last[_curve(verdict, score)],
             *_whole(score, wholes.get(_state(verdict))),
         )
         for verdict, score in scores
@@ -141,7 +141,7 @@ def early_parts(verdicts: Sequence[EarlyVerdict], records: Sequence[Record]) -> 
 
 
 def _state(of: Record | EarlyVerdict) -> tuple[str, ...]:
-    return of.checkpoint.run, str(of.checkpoint.step), of.evaluator, of.cell, of.checkpoint.digest
+    return of.checkpoint.run, of.checkpoint.folder, of.evaluator, of.cell, of.checkpoint.digest
 
 
 def _curve(verdict: EarlyVerdict, score: EarlyScore) -> tuple[str, ...]:
@@ -290,7 +290,7 @@ def _lost(alert: Alert, results: Results, scores: QuestionScores, records_at: st
 
 def _record_at(alert: Alert, results: Results, step: int, records_at: str) -> FoundRecord:
     [column] = [column for column in results.columns if alert in results.alerts_of(column)]
-    checkpoints = [c for c in results.checkpoints if (c.run, c.step) == (alert.run, step)]
+    checkpoints = [checkpoint for checkpoint in results.steps_of(alert.run) if checkpoint.step == step]
     outcome = results.outcome(checkpoints[-1], column)
     assert outcome is not None
     return found_below(records_at, outcome.record)

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from resources.errors import RecordStatus
+from tasks.spec.labels import order_of
 
 WIDTH, HEIGHT = 400, 295
 """Size of a chart in CSS pixels, without the legend below."""
@@ -24,6 +25,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM, _LEGEND_ROW = 48, WIDTH - 14, 72, HEIGHT - 46, 20
 _INK, _MUTED, _GRID = "currentColor", "var(--chart-muted, #55606e)", "var(--chart-grid, #dfe3e8)"
 _PAPER, _BAD = "var(--chart-paper, #ffffff)", "var(--bad, #a8261c)"
 _FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
+_LABEL = 52  # width of a label behind the axis, in px
 _CHARACTER = 7.5  # upper estimate of a character's width in a 12.5 px label, in px
 _MOST_WITH_CAPS = 25  # points on a curve; with more, markers and lines are finer
 _RING = "M-1 0a1 1 0 1 0 2 0a1 1 0 1 0 -2 0z"
@@ -49,7 +51,8 @@ _ALERTS = {"open": (_BAD, 2.2), "acknowledged": (_MUTED, 1.5)}
 
 @dataclass(frozen=True)
 class Point:
-    """A checkpoint on a curve; without a finite value it is a gap, marked with a symbol for its status."""
+    """A checkpoint on a curve; without a finite value it is a gap, marked with a symbol for its status. With a label it
+    has no step: it stands behind the axis, on no line."""
 
     step: int
     value: float | None
@@ -65,6 +68,7 @@ class Point:
     """Mean of the last checkpoints up to this point, and the ends of its 95 % interval; empty with too few."""
     alert: Literal["open", "acknowledged"] | None = None
     """State of an alert at this point."""
+    label: str | None = None
 
     @property
     def shown(self) -> bool:
@@ -145,7 +149,7 @@ def step_label(step: float) -> str:
 
 
 class _Axes(NamedTuple):
-    x: Callable[[float], float]
+    x: Callable[[Point], float]
     y: Callable[[float], float]
 
 
@@ -155,12 +159,20 @@ def _drawn(chart: Chart) -> tuple[str, int]:
     rows = math.ceil(len(legend) / columns)
     parts = [_text(_shortened(chart.title, 42), 6, 19, style="font-weight: bold; font-size: 14px")]
     parts += [_text(line, 6, 37 + 16 * row, color=_MUTED) for row, line in enumerate(chart.note.splitlines())]
-    x, axis = _steps_axis(sorted({point.step for point in chart.points}))
+    labels = sorted({point.label for point in chart.points if point.label}, key=lambda label: order_of(0, label))
+    steps = sorted({point.step for point in chart.points if point.label is None})
+    right = _RIGHT - min(_LABEL * len(labels), (_RIGHT - _LEFT) / (2 if steps else 1))
+    x_of_step, axis = _steps_axis(steps, right=right)
+    slots, label_texts = _labels_axis(labels, left=right if steps else _LEFT)
+
+    def x(point: Point) -> float:
+        return x_of_step(point.step) if point.label is None else slots[point.label]
+
     y, grid = _values_axis(chart)
-    parts += [*grid, *axis]
+    parts += [*grid, *(axis if steps or not labels else ()), *label_texts]
     for index, curve in enumerate(chart.curves):
         aside = (index - (len(chart.curves) - 1) / 2) * 3.5
-        parts += _curve(curve, _Axes(lambda step, aside=aside: x(step) + aside, y), x)
+        parts += _curve(curve, _Axes(lambda point, aside=aside: x(point) + aside, y), x)
     for number, (sign, label) in enumerate(legend):
         left, top = 6 + number % columns * WIDTH / 2, HEIGHT + 8 + number // columns * _LEGEND_ROW
         parts.append(f'<g transform="translate({left:g} {top})">{sign}{_text(label, 32, 4)}</g>')
@@ -189,7 +201,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
-def _steps_axis(steps: Sequence[int]) -> tuple[Callable[[float], float], list[str]]:
+def _steps_axis(steps: Sequence[int], *, right: float) -> tuple[Callable[[float], float], list[str]]:
     positive = [step for step in steps if step > 0]
     is_log = bool(positive) and steps[-1] > 20 * positive[0] and median(steps) < 0.25 * steps[-1]
 
@@ -203,18 +215,31 @@ def _steps_axis(steps: Sequence[int]) -> tuple[Callable[[float], float], list[st
     low = (ends[0] + ends[1] - span) / 2
 
     def x(step: float) -> float:
-        return _LEFT + (scaled(step) - low) / span * (_RIGHT - _LEFT)
+        return _LEFT + (scaled(step) - low) / span * (right - _LEFT)
 
     labelled: Sequence[float] = _apart({step: x(step) for step in steps})
     if len(labelled) < len(steps) and not is_log:
-        labelled = [step for step in _ticks(low, low + span, 6)[0] if step == round(step) and x(step) <= WIDTH - 24]
-    parts = [_line(f"M{_LEFT} {_BOTTOM}H{_RIGHT}", _MUTED, 1)]
+        labelled = [step for step in _ticks(low, low + span, 6)[0] if step == round(step) and x(step) <= right - 10]
+    parts = [_line(f"M{_LEFT} {_BOTTOM}H{right:.1f}", _MUTED, 1)]
     for step in labelled:
         parts.append(_line(f"M{x(step):.1f} {_BOTTOM}v4", _MUTED, 1))
         label = step_label(step).replace("-", "−")
         parts.append(_text(label, x(step), _BOTTOM + 20, anchor="middle", style="font-size: 12.5px"))
     name = "training step (log scale)" if is_log else "training step"
-    return x, [*parts, _text(name, (_LEFT + _RIGHT) / 2, _BOTTOM + 39, color=_MUTED, anchor="middle")]
+    return x, [*parts, _text(name, (_LEFT + right) / 2, _BOTTOM + 39, color=_MUTED, anchor="middle")]
+
+
+def _labels_axis(labels: Sequence[str], *, left: float) -> tuple[dict[str, float], list[str]]:
+    if not labels:
+        return {}, []
+    width = (_RIGHT - left) / len(labels)
+    slots = {label: left + width * (number + 0.5) for number, label in enumerate(labels)}
+    every = math.ceil(_LABEL / 2 / width)
+    parts = [_line(f"M{left:.1f} {_TOP}V{_BOTTOM}H{_RIGHT}", _MUTED, 1)]
+    for label, place in list(slots.items())[::every]:
+        shown = _shortened(label, max(3, int(width * every / _CHARACTER)))
+        parts.append(_text(shown, place, _BOTTOM + 20, anchor="middle", style="font-size: 12.5px"))
+    return slots, parts
 
 
 def _apart(where: dict[int, float]) -> list[int]:
@@ -265,11 +290,11 @@ def _ticks(low: float, high: float, most: int) -> tuple[list[float], int]:
     return [number * distance for number in numbers], max(0, (factor == 2.5) - magnitude - (factor == 10))
 
 
-def _curve(curve: Curve, at: _Axes, x: Callable[[float], float]) -> list[str]:
+def _curve(curve: Curve, at: _Axes, x: Callable[[Point], float]) -> list[str]:
     fine = len(curve.points) > _MOST_WITH_CAPS
     shown = [(point, point.value or 0.0) for point in curve.points if point.shown]
     parts = [
-        _line(f"M{x(point.step):.1f} {_TOP}V{_BOTTOM}", _MUTED, 1, dashes=dashes)
+        _line(f"M{x(point):.1f} {_TOP}V{_BOTTOM}", _MUTED, 1, dashes=dashes)
         for point in curve.points
         for dashes, is_drawn in ((_BUILD_DASHES, point.change), (_GAP_DASHES, not point.shown))
         if is_drawn
@@ -277,37 +302,37 @@ def _curve(curve: Curve, at: _Axes, x: Callable[[float], float]) -> list[str]:
     for point, _ in shown:
         if point.outer:
             width = 0.7 if fine else 1
-            parts.append(_line(_bar(at, point.step, *point.outer), curve.colour, width, style="opacity: 0.55"))
+            parts.append(_line(_bar(at, point, *point.outer), curve.colour, width, style="opacity: 0.55"))
         if point.interval:
-            bar = _bar(at, point.step, *point.interval, cap=0 if fine else 3)
+            bar = _bar(at, point, *point.interval, cap=0 if fine else 3)
             parts.append(_line(bar, curve.colour, 1 if fine else 1.3))
-    stretches = [[(at.x(p.step), at.y(p.value or 0.0)) for p in piece] for piece in _pieces(curve, lambda p: p.shown)]
+    stretches = [[(at.x(p), at.y(p.value or 0.0)) for p in piece] for piece in _pieces(curve, lambda p: p.shown)]
     if stretches:
         parts.append(_line("".join(map(_path, stretches)), curve.colour, 2, dashes=curve.dashes))
-    parts += [_sign(curve, at.x(point.step), at.y(value), fine=fine) for point, value in shown]
+    parts += [_sign(curve, at.x(point), at.y(value), fine=fine) for point, value in shown]
     for piece in _pieces(curve, lambda point: point.mean is not None):
-        means = [(at.x(point.step), *map(at.y, point.mean)) for point in piece if point.mean]
+        means = [(at.x(point), *map(at.y, point.mean)) for point in piece if point.mean]
         if len(means) > 1:
             band = [(step, low) for step, _, low, _ in means] + [(step, high) for step, _, _, high in means[::-1]]
             parts.append(f'<path d="{_path(band)}z" style="fill: {curve.colour}; opacity: 0.13"/>')
             parts.append(_line(_path([(step, mean) for step, mean, _, _ in means]), _INK, 1.5, dashes=_MEAN_DASHES))
     for point, value in shown:
         if point.alert:
-            parts.append(_alert(point.alert, at.x(point.step), at.y(value), radius=7))
+            parts.append(_alert(point.alert, at.x(point), at.y(value), radius=7))
     gaps = [point for point in curve.points if not point.shown]
-    return parts + [_gap(point.status, curve.colour, at.x(point.step), _BOTTOM - 10) for point in gaps]
+    return parts + [_gap(point.status, curve.colour, at.x(point), _BOTTOM - 10) for point in gaps]
 
 
 def _pieces(curve: Curve, includes: Callable[[Point], bool]) -> list[list[Point]]:
     numbers: list[int] = []
     for point in curve.points:
-        numbers.append((numbers[-1] if numbers else 0) + point.broken)
+        numbers.append((numbers[-1] if numbers else 0) + (point.broken or point.label is not None))
     groups = groupby(zip(numbers, curve.points, strict=True), key=lambda pair: (pair[0], includes(pair[1])))
     return [[point for _, point in group] for (_, is_included), group in groups if is_included]
 
 
-def _bar(at: _Axes, step: int, low: float, high: float, *, cap: float = 0) -> str:
-    x, bottom, top = at.x(step), at.y(low), at.y(high)
+def _bar(at: _Axes, point: Point, low: float, high: float, *, cap: float = 0) -> str:
+    x, bottom, top = at.x(point), at.y(low), at.y(high)
     caps = f"M{x - cap:.1f} {bottom:.1f}h{2 * cap:g}M{x - cap:.1f} {top:.1f}h{2 * cap:g}" if cap else ""
     return f"M{x:.1f} {bottom:.1f}V{top:.1f}{caps}"
 

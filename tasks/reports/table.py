@@ -18,6 +18,7 @@ from tasks.records.numbers import NOTHING, arrow, between, evaluator_place, inte
 from tasks.records.record import CheckpointReference, Metric, Record
 from tasks.records.search import RecordFilter
 from tasks.spec.evaluators import evaluator_title
+from tasks.spec.labels import Order
 from tasks.spec.names import how_many, in_few_words
 from tasks.verdicts.alerts import Alert, alerts_in
 from tasks.verdicts.statistics.intervals import difference_interval
@@ -118,7 +119,7 @@ class Results:
         self.replaced = len(records) - len(self.records)
         apart = told_apart([record.checkpoint for record in records])
         shown = [(apart(record.checkpoint), record) for record in self.records]
-        self.checkpoints: list[CheckpointReference] = list({(c.run, c.step): c for c, _ in shown}.values())
+        self.checkpoints: list[CheckpointReference] = list({(c.run, c.order): c for c, _ in shown}.values())
         self.runs = list(dict.fromkeys(checkpoint.run for checkpoint in self.checkpoints))
         self.trained = {checkpoint.run: trained_run(checkpoint) for checkpoint in self.checkpoints}
         self.columns = [
@@ -131,10 +132,10 @@ class Results:
             )
         ]
         self.evaluators = list(dict.fromkeys(column.evaluator for column in self.columns))
-        self._at: dict[tuple[str, int, str], list[Record]] = {}
+        self._at: dict[tuple[str, Order, str], list[Record]] = {}
         for checkpoint, record in sorted(shown, key=lambda item: (item[1].succeeded, item[1].created)):
-            self._at.setdefault((checkpoint.run, checkpoint.step, record.evaluator), []).append(record)
-        self._outcomes: dict[tuple[str, int, Column], ColumnResult | None] = {}
+            self._at.setdefault((checkpoint.run, checkpoint.order, record.evaluator), []).append(record)
+        self._outcomes: dict[tuple[str, Order, Column], ColumnResult | None] = {}
         self._qualifications = qualifications
         self._build_changes: dict[Column, list[BuildChange]] = {}
 
@@ -148,15 +149,19 @@ class Results:
         kinds = [name for name, of in self.trained.items() if of == trained and name != of]
         return list(dict.fromkeys(self.trained.values())).index(trained), kinds.index(run) + 1 if run in kinds else 0
 
+    def steps_of(self, run: str) -> list[CheckpointReference]:
+        """Returns the checkpoints of a run that are points of its curves: those without a label."""
+        return [checkpoint for checkpoint in self.checkpoints if checkpoint.run == run and checkpoint.label is None]
+
     def outcome(self, checkpoint: CheckpointReference, column: Column) -> ColumnResult | None:
         """Returns the newest success, else the newest record; None if never evaluated."""
-        place = (checkpoint.run, checkpoint.step, column)
+        place = (checkpoint.run, checkpoint.order, column)
         if place not in self._outcomes:
             self._outcomes[place] = self._outcome(checkpoint, column)
         return self._outcomes[place]
 
     def _outcome(self, checkpoint: CheckpointReference, column: Column) -> ColumnResult | None:
-        for record in reversed(self._at.get((checkpoint.run, checkpoint.step, column.evaluator), [])):
+        for record in reversed(self._at.get((checkpoint.run, checkpoint.order, column.evaluator), [])):
             if record.evaluation_hash != column.evaluation_hash:
                 continue
             if column.benchmark in record.benchmarks or record.benchmarks in column.cells:
@@ -200,15 +205,16 @@ class Results:
     def named(self, column: Column) -> str:
         return f"{evaluator_title(column.evaluator)}: {column.label}" if len(self.evaluators) > 1 else column.label
 
-    def metrics(self, column: Column) -> list[Metric]:
-        outcomes = (self.outcome(checkpoint, column) for checkpoint in self.checkpoints)
+    def metrics(self, column: Column, *, labels: bool = True) -> list[Metric]:
+        shown = (checkpoint for checkpoint in self.checkpoints if labels or checkpoint.label is None)
+        outcomes = (self.outcome(checkpoint, column) for checkpoint in shown)
         return [outcome.metric for outcome in outcomes if outcome and outcome.metric]
 
     def changes(self, column: Column) -> list[Change]:
         """Returns the change from first to last score for every run with at least two."""
         changes = []
         for run in self.runs:
-            outcomes = [(c.step, self.outcome(c, column)) for c in self.checkpoints if c.run == run]
+            outcomes = [(c.step, self.outcome(c, column)) for c in self.steps_of(run)]
             numbers = [(step, o.metric) for step, o in outcomes if o and o.metric and math.isfinite(o.metric.value)]
             if len(numbers) > 1:
                 broken = any(change.run == run and not change.qualified for change in self.build_changes(column))
@@ -280,7 +286,8 @@ def mark(results: Results, checkpoint: CheckpointReference, column: Column) -> s
         return ""
     if broken_seal(outcome.record):
         return CHANGED
-    changed = any((c.run, c.step) == (checkpoint.run, checkpoint.step) for c in results.build_changes(column))
+    place = None if checkpoint.label else (checkpoint.run, checkpoint.step)
+    changed = any((change.run, change.step) == place for change in results.build_changes(column))
     return NOTED if changed or remarks_on(outcome) else ""
 
 

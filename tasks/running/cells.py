@@ -223,7 +223,7 @@ def _check_names(cells: Sequence[Cell]) -> None:
     rejected: dict[str, str] = {}
     for cell in planned.values():
         own, path = cell.reference, cell.config.evaluation_path
-        for item in find_records(storage.join(path, own.run, f"step-{own.step}"), rejected=rejected):
+        for item in find_records(storage.join(path, own.run, own.folder), rejected=rejected):
             other = item.record.checkpoint
             elsewhere = place_of(other.uri) != place_of(own.uri)
             if elsewhere and other.name == own.name and other.digest != own.digest:
@@ -288,6 +288,7 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
         run=config.run_name,
         name=_name(config, checkpoint),
         step=checkpoint.step,
+        label=checkpoint.label,
         digest=digests.checkpoint,
         weights_digest=digests.weights,
         listing=listing_of(checkpoint),

@@ -154,7 +154,7 @@ def put_away(cells: Sequence[Cell]) -> None:
 def key_of(cell: Cell) -> str:
     """Returns the name of a cell among the claims of its run."""
     folder = cell.uri.rstrip("/").rsplit("/", 1)[1]
-    return f"step-{cell.reference.step}.{folder}"
+    return f"{cell.reference.folder}.{folder}"
 
 
 def subject_of(cell: Cell) -> Subject:

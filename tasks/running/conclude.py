@@ -151,4 +151,5 @@ def _judged(name: str, cells: Sequence[Cell]) -> JudgedCheckpoint:
     early = {cell: verdict for cell in cells if (verdict := unfinished_verdict(cell)) is not None}
     current = [standing_record(cell) for cell in cells if cell not in early]
     records = tuple(record for record in current if record is not None)
-    return JudgedCheckpoint(name, cells[0].reference.step, records, current.count(None), early=tuple(early.values()))
+    of, decided = cells[0].reference, tuple(early.values())
+    return JudgedCheckpoint(name, of.step, records, current.count(None), early=decided, label=of.label)

@@ -142,7 +142,8 @@ def metric_values(record: Record) -> dict[str, float]:
     Per benchmark also the number of questions with truncated prompts (`benchmark/truncated`), skipped questions
     (`…/skipped`), answers at the length limit (`…/at_limit`), and metrics without the latter
     (`benchmark/completed/metric`). Smooth scores of a benchmark's parts, such as MMLU's 57 subjects, are omitted. Known
-    costs: `cost/usd`, `cost/chip_seconds`, `cost/seconds`, each also with `predicted_`."""
+    costs: `cost/usd`, `cost/chip_seconds`, `cost/seconds`, each also with `predicted_`. Names of a checkpoint without a
+    step begin with its label, as in `best/benchmark/metric`, so that its values are points of no curve."""
     values: dict[str, float] = {}
     for metric in (m for m in record.metrics if not m.smooth or m.benchmark in record.benchmarks):
         name = f"{metric.benchmark}/{metric.name}"
@@ -155,7 +156,9 @@ def metric_values(record: Record) -> dict[str, float]:
             numbers = {"truncated": details.truncated, "skipped": details.skipped, "at_limit": details.at_limit}
             values |= {f"{benchmark}/{name}": value for name, value in numbers.items() if value is not None}
             values |= {f"{benchmark}/completed/{name}": value for name, value in details.completed.items()}
-    return values | _cost_values(record)
+    values |= _cost_values(record)
+    label = record.checkpoint.label
+    return values if label is None else {f"{label}/{name}": value for name, value in values.items()}
 
 
 def _cost_values(record: Record) -> dict[str, float]:

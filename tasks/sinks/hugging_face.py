@@ -78,9 +78,7 @@ def send(announcement: Announcement, sink: HuggingFaceSink) -> str | None:
     record = announcement.record
     home = sink.path or announcement.series.evaluation_path
     checkpoint = record.checkpoint
-    uri = storage.join(
-        home, checkpoint.run, checkpoint.name if checkpoint.merge else f"step-{checkpoint.step}", CARD_NAME
-    )
+    uri = storage.join(home, checkpoint.run, checkpoint.name if checkpoint.merge else checkpoint.folder, CARD_NAME)
     try:
         before = storage.read_bytes(uri).decode()
     except FileNotFoundError:
@@ -130,7 +128,7 @@ def _made_of(checkpoint: CheckpointReference) -> str:
     if checkpoint.merge is None:
         return ""
     inputs = [
-        f"- {each.run}, step {each.step:,}: weight {each.weight:.6g}, digest `{each.digest[:16]}`"
+        f"- {each.run}, {each.place}: weight {each.weight:.6g}, digest `{each.digest[:16]}`"
         for each in checkpoint.merge.inputs
     ]
     sentence = f"Its weights are an average of checkpoints ({checkpoint.merge}); training wrote no such checkpoint:"

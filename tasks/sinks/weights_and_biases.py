@@ -163,7 +163,7 @@ def _folder(announcement: Announcement, sink: WeightsAndBiasesSink) -> Iterator[
         name = _ALERTS + hashlib.sha256(ids.encode()).hexdigest()[:16]
     else:
         name = f"{storage.basename(announcement.cell_uri)}-{record.attempt}" if record else _REPORT
-    folder = home / announcement.series.id / (f"step-{record.checkpoint.step}" if record else "all") / name
+    folder = home / announcement.series.id / (record.checkpoint.folder if record else "all") / name
     if name == _REPORT or not (folder / _FINISHED).exists():
         shutil.rmtree(folder, ignore_errors=True)  # leftovers of an interrupted try
     folder.mkdir(parents=True, exist_ok=True)
@@ -213,19 +213,24 @@ def _run(announcement: Announcement, sink: WeightsAndBiasesSink, folder: Path) -
 def _add_record(run: wandb.Run, announcement: Announcement, sink: WeightsAndBiasesSink) -> None:
     record = announcement.known
     key = f"published/{announcement.place}"
-    step = record.checkpoint.step
+    step, place = record.checkpoint.step, record.checkpoint.folder
     # First, since it may fail: the history must not get a line without its mark in the configuration.
-    _add_file(run, f"record-{step}-{record.cell}", "record", RECORD_NAME, announcement.record_json())
+    _add_file(
+        run, f"record-{place.removeprefix('step-')}-{record.cell}", "record", RECORD_NAME, announcement.record_json()
+    )
     if run.config.get(key) != record.attempt:
         before: dict[str, Any] = dict(run.summary)
         values = metric_values(record)
         mark, build = build_mark(record)
         table = _table(announcement, sink)
-        line: dict[str, Any] = {STEP_METRIC: step, **values}
+        line: dict[str, Any] = {} if record.checkpoint.label else {STEP_METRIC: step, **values}
         if table is not None:
-            line[f"samples/step-{step}"] = table
-        run.log(line)
-        if int(before.get(STEP_METRIC, -1)) > step:  # the summary shows the latest step, not the latest arrival
+            line[f"samples/{place}"] = table
+        if line:
+            run.log(line)
+        if record.checkpoint.label:
+            run.summary.update(values)
+        elif int(before.get(STEP_METRIC, -1)) > step:  # the summary shows the latest step, not the latest arrival
             run.summary.update({name: before[name] for name in (STEP_METRIC, *values) if name in before})
         run.config.update({**_configuration(announcement), key: record.attempt, mark: build}, allow_val_change=True)
 
@@ -258,7 +263,7 @@ def _configuration(announcement: Announcement) -> dict[str, Any]:
         "git_commit": record.git_commit,
         "git_dirty": record.git_dirty,
         "records": announcement.series.evaluation_path,
-        **({f"merge/step-{record.checkpoint.step}": made} if (made := how_merged(record.checkpoint)) else {}),
+        **({f"merge/{record.checkpoint.folder}": made} if (made := how_merged(record.checkpoint)) else {}),
     }
 
 
@@ -268,9 +273,17 @@ def _table(announcement: Announcement, sink: WeightsAndBiasesSink) -> wandb.Tabl
     samples = list(announcement.samples(sink.max_samples)) if sink.max_samples else []
     if not samples:
         return None
-    step = announcement.known.checkpoint.step
+    checkpoint = announcement.known.checkpoint
     rows: list[Any] = [
-        [step, sample.benchmark, sample.id, sample.asked, sample.output, sample.target, str(sample.scores)]
+        [
+            checkpoint.label or checkpoint.step,
+            sample.benchmark,
+            sample.id,
+            sample.asked,
+            sample.output,
+            sample.target,
+            str(sample.scores),
+        ]
         for sample in samples
     ]
     columns: list[Any] = [STEP_METRIC, "benchmark", "id", "prompt", "output", "target", "scores"]

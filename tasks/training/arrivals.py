@@ -65,9 +65,10 @@ class ArrivingCheckpoints:
             elif checkpoint is not None and last:
                 report_event(f"left out {checkpoint.uri}: {'; '.join(checkpoint.problems)}")
         self._looked_into |= looked_into  # only now: an unreadable checkpoint must not mark the others as returned
-        self._complete |= {checkpoint.step for checkpoint in arrived}
+        self._complete |= {checkpoint.step for checkpoint in arrived if checkpoint.label is None}
         if self._every is not None:
             taken = first_at_multiples(self._complete, self._every)
+            arrived = [checkpoint for checkpoint in arrived if checkpoint.label is None]
             self._left_out |= {checkpoint.step: checkpoint for checkpoint in arrived if checkpoint.step not in taken}
             arrived = [checkpoint for checkpoint in arrived if checkpoint.step in taken]
         if last and (newest := max(self._complete, default=-1)) in self._left_out:

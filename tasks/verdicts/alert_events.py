@@ -80,7 +80,8 @@ def _record_at(step: int, alert: Alert, records: Sequence[FoundRecord]) -> Found
     own = (
         candidate
         for candidate in records
-        if candidate.record.checkpoint.step == step
+        if candidate.record.checkpoint.label is None
+        and candidate.record.checkpoint.step == step
         and (candidate.record.evaluator, candidate.record.evaluation_hash) == (alert.evaluator, alert.evaluation_hash)
         and any((m.benchmark, m.name) == (alert.benchmark, alert.metric) for m in candidate.record.metrics)
     )

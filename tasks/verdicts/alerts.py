@@ -82,15 +82,16 @@ def alerts_in(
     """Returns the alerts of records, by run and step; a deterministic function of the records.
 
     Each metric with a direction has a series per run and evaluation hash; parts of a group have none if the group has.
-    A change of versions without a qualification ends a series and starts the next. Merged checkpoints have series of
-    their own, restricted to checkpoints that share no input, since the scores of overlapping averages move together. Of
-    several records for the same cell, the newest counts. `checkpoints_between_false_alarms` is the mean distance of two
-    false alarms over all curves of a run together.
+    Checkpoints with a label are in none. A change of versions without a qualification ends a series and starts the
+    next. Merged checkpoints have series of their own, restricted to checkpoints that share no input, since the scores
+    of overlapping averages move together. Of several records for the same cell, the newest counts.
+    `checkpoints_between_false_alarms` is the mean distance of two false alarms over all curves of a run together.
     """
     apart = told_apart([record.checkpoint for record in records])
     runs: dict[str, dict[tuple[int, str], CheckpointReference]] = defaultdict(dict)
     values_by_run: dict[str, dict[_Series, dict[tuple[int, str], _Value]]] = defaultdict(lambda: defaultdict(dict))
-    for record in sorted(current_records(records), key=lambda record: record.created):
+    steps = [record for record in current_records(records) if record.checkpoint.label is None]
+    for record in sorted(steps, key=lambda record: record.created):
         checkpoint = apart(record.checkpoint)
         place = checkpoint.step, checkpoint.name
         for metric in record.metrics if record.succeeded else ():

@@ -1,8 +1,9 @@
 """Baselines of a gate: the checkpoints to compare with, their records, and their scores per question.
 
 `previous`, `best` and `mean of last K` are resolved for each score among the recorded checkpoints of the same run with
-lower steps that have the score. A best is chosen on the same questions as the comparison, so its value is too high by
-chance; the allowed false alarms are therefore divided by the number of candidates (union bound over the candidates).
+lower steps that have the score; a checkpoint with a label has all steps before it. A best is chosen on the same
+questions as the comparison, so its value is too high by chance; the allowed false alarms are therefore divided by the
+number of candidates (union bound over the candidates).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class BaselineScore:
         return value, interval.stderr
 
     def words(self, scores: QuestionScores) -> str:
-        names = [f"{item.record.checkpoint.name} (step {item.record.checkpoint.step:,})" for item in self.records]
+        names = [f"{item.record.checkpoint.name} ({item.record.checkpoint.place})" for item in self.records]
         listed = names[0] if len(names) == 1 else f"the mean of {len(names)}, {names[-1]} to {names[0]}"
         value, stderr = self.value(scores)
         return f"{listed}: {measured(value, stderr)}{'' if stderr is None else ' (standard error)'}{self.note}"
@@ -160,7 +161,8 @@ def _earlier(checkpoint: CheckpointReference, records: Iterable[FoundRecord]) ->
     of_name = [item for item in records if item.record.checkpoint.run == checkpoint.run]
     apart = told_apart([checkpoint, *(item.record.checkpoint for item in of_name)])
     run = apart(checkpoint).run
-    lower = (item for item in of_name if item.record.checkpoint.step < checkpoint.step)
+    steps = (item for item in of_name if item.record.checkpoint.label is None)
+    lower = (item for item in steps if checkpoint.label or item.record.checkpoint.step < checkpoint.step)
     return [item for item in lower if apart(item.record.checkpoint).run == run]
 
 
@@ -219,7 +221,7 @@ def _nearest(
     meant = {id(record) for record in wanted_scores(rule).select([item.record for item in records])}
     by_step: dict[int, list[FoundRecord]] = defaultdict(list)
     for item in records:
-        if id(item.record) in meant:
+        if id(item.record) in meant and item.record.checkpoint.label is None:
             by_step[item.record.checkpoint.step].append(item)
     apart = told_apart([item.record.checkpoint for item in records])
     if len(runs := {apart(item.record.checkpoint).run for item in records}) > 1:
@@ -232,7 +234,8 @@ def _nearest(
         )
     position = _reached(rule, other, checkpoint)
     if position is None:
-        raise _not_found(rule, _no_tokens(checkpoint.run))
+        unplaced = f"{checkpoint.name} has no step" if other.at == "step" else _no_tokens(checkpoint.run)
+        raise _not_found(rule, unplaced)
     step = min(known, key=lambda step: (abs(known[step] - position), -step))
     far = abs(known[step] - position)
     unit = "step" if other.at == "step" else "tokens"
@@ -255,8 +258,8 @@ def _no_tokens(run: str) -> str:
 
 def _reached(rule: BaselineRule, other: OtherRun, checkpoint: CheckpointReference) -> float | None:
     if other.at == "step":
-        return float(checkpoint.step)
-    if (per_step := rule.tokens_per_step.get(checkpoint.run)) is not None:
+        return float(checkpoint.step) if checkpoint.label is None else None
+    if checkpoint.label is None and (per_step := rule.tokens_per_step.get(checkpoint.run)) is not None:
         return per_step * checkpoint.step
     try:
         state = json.loads(storage.read_bytes(storage.join(locations_of(checkpoint.uri)[-1], TRAINER_STATE)))

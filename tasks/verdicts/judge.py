@@ -19,7 +19,8 @@ from tasks.records.search import FoundRecord
 from tasks.records.verdicts import EarlyVerdict, Reason, Verdict, agreement, early_words, read_early
 from tasks.records.verification import Verification, verified
 from tasks.spec.evaluators import evaluator_title
-from tasks.spec.names import how_many, step_of, suites_in
+from tasks.spec.labels import Order, folder_of, latest_of, order_of, place_in
+from tasks.spec.names import how_many, suites_in
 from tasks.verdicts.baselines import Baseline, Find, baseline_of, wanted_scores
 from tasks.verdicts.comparison import ComparedMetric, Comparison, ScoreKey
 from tasks.verdicts.gate import EVERYTHING, BaselineRule, BoundRule, Gate, NamedCheckpoint
@@ -38,12 +39,23 @@ class JudgedCheckpoint:
     other_settings: int = 0
     early: tuple[EarlyVerdict, ...] = ()
     """Early verdicts on cells without a succeeded record."""
+    label: str | None = None
+    """Its label, if it has no step."""
+
+    @property
+    def folder(self) -> str:
+        return folder_of(self.step, self.label)
+
+    @property
+    def order(self) -> Order:
+        return order_of(self.step, self.label)
 
 
 def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_path: str) -> Verdict:
     """Applies a gate to checkpoints of a single run; baseline names are resolved below `evaluation_path`."""
-    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
-    judged = [each for each in ordered if gate.checkpoints == "every" or each.step == ordered[-1].step]
+    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.order)
+    latest = latest_of(checkpoint.order for checkpoint in ordered)
+    judged = [each for each in ordered if gate.checkpoints == "every" or each.order == latest]
     find = cache(find_records)
     reasons = (reason for checkpoint in judged for reason in _reasons(gate, checkpoint, evaluation_path, find=find))
     return Verdict(gate.name, tuple(dict.fromkeys(reasons)))  # two rules may have the same finding
@@ -73,29 +85,33 @@ def judged_checkpoints(records: Sequence[FoundRecord], early: Sequence[EarlyVerd
     decided: dict[str, list[EarlyVerdict]] = {}
     for verdict in early:
         decided.setdefault(verdict.checkpoint.name, []).append(verdict)
-    steps = {verdict.checkpoint.name: verdict.checkpoint.step for verdict in early}
-    steps |= {name: items[0].record.checkpoint.step for name, items in by_name.items()}
+    places = {verdict.checkpoint.name: verdict.checkpoint for verdict in early}
+    places |= {name: items[0].record.checkpoint for name, items in by_name.items()}
     return [
         JudgedCheckpoint(
             name,
-            step,
+            place.step,
             tuple(by_name.get(name, ())),
             other_settings=passed_over[name],
             early=tuple(decided.get(name, ())),
+            label=place.label,
         )
-        for name, step in steps.items()
+        for name, place in places.items()
     ]
 
 
 def with_rejected(
-    judged: Sequence[JudgedCheckpoint], rejected: Mapping[str, str], *, run: str, step: int | None
+    judged: Sequence[JudgedCheckpoint], rejected: Mapping[str, str], *, run: str, folder: str | None
 ) -> list[JudgedCheckpoint]:
-    """Adds rejected records as cells without a record, for a run at all of its steps or at a single step."""
+    """Adds rejected records as cells without a record, for all checkpoints of a run or for that of a single folder."""
     places = [cell.rstrip("/").split("/")[-4:-2] for cell in rejected]
-    steps = [step_of(place[1]) for place in places if place[:1] == [run]]
-    at = Counter(number for number in steps if number is not None and step in (None, number))
-    known = [replace(each, without_record=each.without_record + at.pop(each.step, 0)) for each in judged]
-    new = [JudgedCheckpoint(f"{run}-{number}", number, (), without_record=cells) for number, cells in at.items()]
+    at = Counter(place[1] for place in places if place[:1] == [run] and folder in (None, place[1]))
+    known = [replace(each, without_record=each.without_record + at.pop(each.folder, 0)) for each in judged]
+    new = [
+        JudgedCheckpoint(f"{run}-{name.partition('-')[2]}", place[0], (), without_record=cells, label=place[1])
+        for name, cells in at.items()
+        if (place := place_in(name)) is not None
+    ]
     return [*known, *new]
 
 
@@ -294,7 +310,7 @@ MOST_LEFT_OUT = 0.05
 
 
 def false_alarms_of(gate: Gate, checkpoint: CheckpointReference, evaluation_path: str) -> float:
-    """Returns a checkpoint's part of the run's allowed false alarms, by its number among the recorded steps."""
+    """Returns a checkpoint's part of the run's allowed false alarms, by its number among the recorded, labels last."""
     if gate.false_alarms == "per checkpoint":
         return FALSE_ALARMS
     cells = (
@@ -302,8 +318,9 @@ def false_alarms_of(gate: Gate, checkpoint: CheckpointReference, evaluation_path
         for f in storage.list_files(storage.join(evaluation_path, checkpoint.run))
         if storage.basename(f.uri) == RECORD_NAME
     )
-    steps = {step_of(storage.basename(storage.parent(storage.parent(cell)))) for cell in cells}
-    before = sum(step < checkpoint.step for step in steps if step is not None)
+    folders = {checkpoint.folder, *(storage.basename(storage.parent(storage.parent(cell))) for cell in cells)}
+    orders = {name: order_of(*place) for name in folders if (place := place_in(name)) is not None}
+    before = sum(order < orders[checkpoint.folder] for order in orders.values())
     return FALSE_ALARMS * spent(before + 1)
 
 

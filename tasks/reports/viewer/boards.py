@@ -72,7 +72,7 @@ def boards_of(entries: Sequence[FoundRecord]) -> list[Board]:
     keys: set[str] = set()
     boards = []
     for (evaluator, benchmark, evaluation_hash), named in held.items():
-        records = sorted(named.values(), key=lambda record: (apart(record.checkpoint).run, record.checkpoint.step))
+        records = sorted(named.values(), key=lambda record: (apart(record.checkpoint).run, record.checkpoint.order))
         metrics = _metrics(records, benchmark)
         shown = ViewedBenchmark(
             key=_key(evaluator, benchmark, evaluation_hash, taken=keys),
@@ -147,6 +147,7 @@ def _checkpoint(record: Record, named: CheckpointReference, benchmark: str) -> V
         run=named.run,
         name=named.name,
         step=named.step,
+        label=named.label,
         merge=how_merged(record.checkpoint),
         status=record.status,
         note=note,

@@ -69,7 +69,8 @@ class Score:
 
 @dataclass(frozen=True)
 class ViewedCheckpoint:
-    """A checkpoint of a benchmark. `merge` describes its inputs if merged, `note` the reason for a missing score.
+    """A checkpoint of a benchmark, without a step if it has a `label`. `merge` describes its inputs if merged, `note`
+    the reason for a missing score.
 
     Merged checkpoints are a run of their own for each kind of merge, as in reports. `scores` has published values by
     metric; `samples` is True if its answers were stored.
@@ -78,6 +79,7 @@ class ViewedCheckpoint:
     run: str
     name: str
     step: int
+    label: str | None
     merge: str | None
     status: str
     note: str | None

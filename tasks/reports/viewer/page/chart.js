@@ -1,6 +1,7 @@
 /** Curves over checkpoints: of a benchmark's score above the grid, and of the log-probabilities of choices. */
 
 import { drawn, measured, shortStep } from "./dom.js";
+import { lineOf } from "./loading.js";
 
 const TOP = 12;
 const BOTTOM = 22;
@@ -45,7 +46,7 @@ export function drawCurve(svg, { checkpoints, x, left, width, height, columnWidt
     for (const value of low === high ? [low] : [low, high]) {
       parts.push(drawn("line", { class: "rule", x1: left, x2: width, y1: y(value), y2: y(value) }));
     }
-    for (const [from, to] of runsOf(checkpoints)) {
+    for (const [from, to] of linesOf(checkpoints)) {
       const places = checkpoints.slice(from, to).map(({ score }, at) => score && [x(from + at), score]);
       for (const part of unbroken(places)) {
         const upper = part.map(([at, { high: end, value }]) => [at, y(end ?? value)]);
@@ -74,11 +75,17 @@ export function drawCurve(svg, { checkpoints, x, left, width, height, columnWidt
   svg.replaceChildren(...parts);
 }
 
-/** Places of checkpoints at which a run begins, each with the place after its last. */
-export function runsOf(checkpoints) {
-  const begins = checkpoints.flatMap(({ run }, place) => (place && checkpoints[place - 1].run === run ? [] : [place]));
+/** Places at which what `named` says of a checkpoint changes, each with the place before the next. */
+function stretchesOf(checkpoints, named) {
+  const begins = checkpoints.flatMap((checkpoint, place) => (place && named(checkpoints[place - 1]) === named(checkpoint) ? [] : [place]));
   return begins.map((begin, at) => [begin, begins[at + 1] ?? checkpoints.length]);
 }
+
+/** Places of checkpoints at which a run begins, each with the place after its last. */
+export const runsOf = (checkpoints) => stretchesOf(checkpoints, ({ run }) => run);
+
+/** The same of lines: a checkpoint with a label is on no line. */
+const linesOf = (checkpoints) => stretchesOf(checkpoints, lineOf);
 
 /** Steps along the bottom, as many as there is room for, and where a run begins its name. */
 function ticks(checkpoints, x, y, left, width) {
@@ -87,7 +94,8 @@ function ticks(checkpoints, x, y, left, width) {
   let free = left - 20;
   checkpoints.forEach((checkpoint, place) => {
     const begins = runs.length > 1 && runs.some(([begin]) => begin === place);
-    const text = begins ? `${checkpoint.run} ${shortStep(checkpoint.step)}` : shortStep(checkpoint.step);
+    const step = checkpoint.label ?? shortStep(checkpoint.step);
+    const text = begins ? `${checkpoint.run} ${step}` : step;
     const wide = text.length * 6.6;
     const at = x(place);
     if (begins && place) parts.push(drawn("line", { class: "rule", x1: (at + x(place - 1)) / 2, x2: (at + x(place - 1)) / 2, y1: TOP, y2: y + 6 }));
@@ -120,7 +128,7 @@ export function choiceCurves({ series, checkpoints, width, marked }) {
   const named = [];
   series.forEach(({ values, right: isRight, number }, place) => {
     const kind = `series-${place % 7}${isRight ? " right" : ""}`;
-    for (const [from, to] of runsOf(checkpoints)) {
+    for (const [from, to] of linesOf(checkpoints)) {
       const points = values.slice(from, to).map((value, at) => value !== null && [x(from + at), y(value)]);
       for (const part of unbroken(points)) {
         svg.append(drawn("path", { class: `choice ${kind}`, d: line(part) }));

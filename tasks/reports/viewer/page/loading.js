@@ -26,7 +26,7 @@ export async function loadBenchmark(source, benchmark, wanted, { kept, signal, w
     source.column(`${benchmark.key}/scores/${metric}.bin${asOf}`, size, { signal, waited }),
     same?.flags ?? source.column(`${benchmark.key}/flags.bin${asOf}`, size, { signal, waited }),
   ]);
-  const runs = benchmark.checkpoints.map(({ run }) => run);
+  const runs = benchmark.checkpoints.map(lineOf);
   const table = new ScoreTable({ scores, flags, scale: questions.metrics[metric], runs });
   return { key: benchmark.key, asOf, questions, metric, flags, table, names: same?.names ?? namesOf(questions) };
 }
@@ -47,6 +47,9 @@ export const titleOf = ({ run, name, merge }, severalRuns) => {
   const title = severalRuns ? `${run} · ${name}` : name;
   return merge && merge !== name ? `${title} (${merge})` : title;
 };
+
+/** What the checkpoints of a line share: the run; a checkpoint with a label is alone. */
+export const lineOf = ({ run, label }) => (label ? `${run}/${label}` : run);
 
 /** What a checkpoint is called in an address. */
 export const labelOf = ({ run, name }) => `${run}/${name}`;

@@ -1,0 +1,57 @@
+"""Places of checkpoints in a run: a training step, or a label for a checkpoint without one, such as `best`."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+_FOLDER = re.compile(r"step-([0-9]{1,18})|label-(.+)")
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+=@-]+")
+_CHARACTERS = 80
+_LAST = "final"
+
+Order = tuple[bool, int, bool, tuple[tuple[str, int], ...]]
+"""Sorts the checkpoints of a run."""
+
+
+def slug_of(label: str) -> str:
+    """Returns a label as part of a path: `epoch 2` is `epoch-2`. If more than spaces is lost, a digest is added."""
+    slug = _NOT_IN_NAMES.sub("-", label)[:_CHARACTERS]
+    if slug == label.replace(" ", "-"):
+        return slug
+    return f"{slug}-{hashlib.blake2b(label.encode(), digest_size=3).hexdigest()}"
+
+
+def folder_of(step: int, label: str | None) -> str:
+    """Returns the name of a checkpoint's folder below its run's records: `step-200`, or `label-best`."""
+    return f"step-{step}" if label is None else f"label-{slug_of(label)}"
+
+
+def place_in(folder: str) -> tuple[int, str | None] | None:
+    """Returns step and label, as in paths, of a name that `folder_of` returned; None for other names."""
+    if (match := _FOLDER.fullmatch(folder)) is None:
+        return None
+    return int(match[1] or 0), match[2]
+
+
+def order_of(step: int, label: str | None) -> Order:
+    """Returns a sort key: steps first, then labels with their numbers in order, and `final` last."""
+    parts = re.split(r"([0-9]{1,18})", label or "")
+    numbers = tuple(zip(parts[::2], (*map(int, parts[1::2]), -1), strict=True))
+    return label is not None, step, label == _LAST, numbers
+
+
+def latest_of(orders: Iterable[Order]) -> Order | None:
+    """Returns the sort key of the highest step; of the last label only if there is no step."""
+    return max(orders, key=lambda order: (not order[0], order), default=None)
+
+
+def words_of(step: int, label: str | None) -> str:
+    """Returns the place for a sentence: `step 2,000`, or the label."""
+    return f"step {step:,}" if label is None else label
+
+
+def short_words_of(step: int, label: str | None) -> str:
+    """Returns the place for a table: `2,000`, or the label."""
+    return f"{step:,}" if label is None else label
