@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 from resources.errors import AssayError, StorageError
-from resources.storage import storage
+from resources.storage import hub, storage
 from resources.storage.storage import FileInfo
 
 RANGE_BYTES = 32 * 2**20
@@ -133,6 +133,8 @@ def copy_file(
         if noted.get("origin") != origin or (_size(partial) or 0) > source.size:
             partial.unlink(missing_ok=True)
             storage.write_bytes(str(sidecar), json.dumps({"origin": origin}).encode())
+        cached = hub.in_cache(source.place, source.checksum or "", source.size)
+        place = str(cached) if cached else source.place
         hasher = _hasher(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("a+b") as file:
@@ -141,7 +143,7 @@ def copy_file(
             while arrived < source.size:
                 if stopped():
                     raise CopyStopped
-                block = _read_range(source, arrived, min(arrived + range_bytes, source.size))
+                block = _read_range(place, arrived, min(arrived + range_bytes, source.size))
                 file.write(block)
                 file.flush()
                 hasher.update(block)
@@ -188,20 +190,20 @@ def _hash_arrived(file: IO[bytes], hasher: _Hasher, *, stopped: Callable[[], boo
     return file.tell()
 
 
-def _read_range(source: FileInfo, start: int, end: int) -> bytes:
+def _read_range(place: str, start: int, end: int) -> bytes:
     try:
-        block = storage.read_bytes(source.uri, start=start, end=end)
+        block = storage.read_bytes(place, start=start, end=end)
         received = f"{len(block)} bytes"
     except Exception as error:  # every store's client has exceptions of its own
         reason = error.found if isinstance(error, AssayError) else f"{type(error).__name__}: {error}"
         raise StorageError(
-            expected=f"to read bytes {start} to {end} of {source.uri}",
+            expected=f"to read bytes {start} to {end} of {place}",
             found=reason,
             remedy="see that the store answers, and run again: what arrived is kept",
         ) from error
     if len(block) != end - start:
         raise StorageError(
-            expected=f"{end - start} bytes from {start} on of {source.uri}",
+            expected=f"{end - start} bytes from {start} on of {place}",
             found=received,
             remedy="see whether it is being written, and run again: what arrived is kept",
         )
@@ -210,6 +212,8 @@ def _read_range(source: FileInfo, start: int, end: int) -> bytes:
 
 def _hasher(source: FileInfo) -> _Hasher:
     kind = source.content_hash.kind if source.content_hash else None
+    if source.content_hash is not None and kind in ("sha256", "git"):
+        return hub.hasher_of(source.content_hash.value, source.size)
     if kind in ("md5", "etag"):
         return hashlib.md5(usedforsecurity=False)
     if kind == "crc32c" and importlib.util.find_spec("google_crc32c"):  # a dependency of gcsfs, not of Assay

@@ -34,7 +34,7 @@ _GOOGLE = frozenset({"gs", "gcs"})
 class ContentHash:
     """A hash of a whole file that readers can recompute, in lower-case hex; for `etag` see `etag_is_md5`."""
 
-    kind: Literal["md5", "crc32c", "etag"]
+    kind: Literal["md5", "crc32c", "etag", "sha256", "git"]
     value: str
 
 
@@ -211,13 +211,15 @@ def _file_info(uri: str, info: dict) -> FileInfo:
     modified = info.get("mtime") or info.get("updated") or info.get("LastModified") or info.get("created") or 0.0
     if not isinstance(modified, (int, float)):
         modified = modified.timestamp() if hasattr(modified, "timestamp") else _from_iso(str(modified))
-    checksum = info.get("md5Hash") or info.get("crc32c") or info.get("ETag")
+    checksum = info.get("md5Hash") or info.get("crc32c") or info.get("ETag") or info.get("content_id")
     return FileInfo(
         uri, int(info.get("size") or 0), float(modified), str(checksum) if checksum else None, _content_hash(uri, info)
     )
 
 
 def _content_hash(uri: str, info: dict[str, Any]) -> ContentHash | None:
+    if content_id := info.get("content_id"):  # of the hub
+        return ContentHash("sha256" if len(content_id) == 64 else "git", content_id)
     with suppress(binascii.Error, ValueError):
         if md5 := info.get("md5Hash"):
             return ContentHash("md5", binascii.a2b_base64(md5, strict_mode=True).hex())

@@ -1,4 +1,4 @@
-"""Files in any store: local folders, `memory://`, `gs://`, `s3://`, MLflow's artifacts, over fsspec.
+"""Files in any store: local folders, `memory://`, `gs://`, `s3://`, MLflow's artifacts, `hf://`, over fsspec.
 
 Writes are atomic: by a temporary sibling and a rename on disk; uploads to object stores are only visible at their end.
 """
@@ -13,7 +13,7 @@ import posixpath
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,17 +24,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from resources.addresses import refuse_user_information
 from resources.errors import AssayError, BadInput, IrregularFile, StorageError
-from resources.storage import listings
+from resources.storage import hub, listings
 from resources.storage.files import written_aside
 from resources.storage.listings import FileInfo
 from resources.storage.mlflow_artifacts import PROTOCOL, in_mlflow, real_location
 from resources.storage.regular_files import UnsafeFile, leads_out, open_within
 
 fsspec.register_implementation(PROTOCOL, "resources.storage.mlflow_artifacts.MlflowArtifacts", clobber=True)
+fsspec.register_implementation(hub.PROTOCOL, "resources.storage.hub.HubFiles", clobber=True)
 _MEMORY_CREATE = threading.Lock()
 _READ_BYTES = 2**30  # on Linux, a read returns at most 2 GiB
 _log = logging.getLogger(__name__)
-_OBJECT_STORES = frozenset({"gs", "gcs", "s3", "s3a", "memory"})
+_OBJECT_STORES = frozenset({"gs", "gcs", "s3", "s3a", "memory", hub.PROTOCOL})
 
 
 def is_local(uri: str) -> bool:
@@ -90,7 +91,7 @@ def _open(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
         filesystem, path = fsspec.core.url_to_fs(location)
     except (ImportError, ValueError) as error:
         raise StorageError(
-            expected="a location that can be opened: a path, or memory://, gs:// or s3://",
+            expected="a location that can be opened: a path, or memory://, gs://, s3:// or hf://",
             found=f"{uri} ({error})",
             remedy="check the spelling of the part before ://",
         ) from error
@@ -279,6 +280,17 @@ def list_folder(uri: str, *, within: str | None = None) -> list[FileInfo]:
     root = path.rstrip("/") + "/"
     held = [(str(info["name"]), info) for info in entries if info["type"] == "file"]
     return listings.described(uri, [(name[len(root) :], info) for name, info in held if name.startswith(root)])
+
+
+def list_run(uri: str, *, belongs: Callable[[str], bool]) -> list[FileInfo]:
+    """Lists every file of a run as `list_files`. For a repository of the hub without a revision, adds the files of each
+    branch and tag with a name for which `belongs` returns True, as `hf://owner/name@branch/…`."""
+    if not hub.is_repository(uri):
+        return list_files(uri)
+    filesystem, _ = _fresh(uri)
+    with reported(uri, "list"):
+        trees = filesystem.run(hub.place_of(uri).repository, belongs)  # pyright: ignore[reportAttributeAccessIssue]
+    return [file for place, tree in trees.items() for file in listings.described(place, tree.items())]
 
 
 def matching_files(pattern: str) -> list[str]:

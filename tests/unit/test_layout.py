@@ -42,7 +42,18 @@ LONGEST_MODULE_LINES = 400
 MOST_MODULES_OF_A_FOLDER = 16
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "core"}
 HEAVY = (
-    *("alpaca_eval", "datasets", "helm", "inspect_ai", "jax", "levanter", "lm_eval", "mlflow", "prefect_gcp"),
+    *(
+        "alpaca_eval",
+        "datasets",
+        "helm",
+        "huggingface_hub",
+        "inspect_ai",
+        "jax",
+        "levanter",
+        "lm_eval",
+        "mlflow",
+        "prefect_gcp",
+    ),
     *("ray", "torch", "transformers", "vllm", "wandb"),
 )
 IN_HARNESS_ENVIRONMENTS = {
