@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from tempfile import gettempdir
 from typing import Any
 
 from pools.config import REQUEST_GENERATION_PARAMS, EngineDevice, InferencePoolConfig
+from pools.weights.architectures import is_multimodal, language_config, language_path
 from resources.config import size_in_bytes
 from resources.jobs.inheritance import ENGINE_SETTINGS, NO_ENGINE_SETTINGS
 from resources.settings import process_environment, variables_like
@@ -50,17 +52,20 @@ _QUIET = {
     "VLLM_MAX_STOP_STRINGS": "1024",
 }
 
+PLACEHOLDERS = _PROGRAMS / "placeholders"
+"""Folder of packages that a CPU engine's environment cannot have."""
 SLICE_PROGRAM = _PROGRAMS / "serve_vllm_slice.py"
 """Serves on a TPU slice of several VMs."""
 TENSOR_PARALLEL, PIPELINE_PARALLEL, DATA_PARALLEL = (f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data"))
 EXECUTOR = "distributed_executor_backend"
+TEXT_ALONE = "language_model_only"
 PARALLEL_SIZES = (TENSOR_PARALLEL, PIPELINE_PARALLEL, DATA_PARALLEL)
 """Engine arguments; their product is the number of chips or GPUs of an engine."""
 
 _LONGEST_SOCKET_FOLDER = 107 - len("/") - 36  # length of a socket's path in Linux, minus the name that vLLM adds
 _OTHER_LENGTHS = (
     *("n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions", "max_sequence_length"),
-    *("max_seq_length", "seq_len", "text_config"),
+    *("max_seq_length", "seq_len"),
 )
 """Other entries of a config.json that vLLM reads a length from."""
 RELOADING_WORKER = "reloading_worker.ReloadingWorker"
@@ -162,19 +167,31 @@ def with_last_token(kwargs: Mapping[str, Any], described: Mapping[str, Any]) -> 
     last token of a window that fills the model could not be scored. If the config.json `described` scales positions or
     has several lengths, vLLM decides by `max_model_len`, which is then left unchanged.
     """
-    held, asked = described.get("max_position_embeddings"), kwargs.get("max_model_len")
-    rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    text, path = language_config(described), language_path(described)
+    held, asked = text.get("max_position_embeddings"), kwargs.get("max_model_len")
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default" or any(map(_is_mapping, rope.values()))
     length = held if asked is None else asked
-    if scaled or "hf_overrides" in kwargs or any(name in described for name in _OTHER_LENGTHS):
+    if scaled or "hf_overrides" in kwargs or len(path) > 1 or any(name in text for name in _OTHER_LENGTHS):
         return dict(kwargs)
     if not isinstance(held, int) or not isinstance(length, int) or not 0 < length <= held:
         return dict(kwargs)
     if kwargs.get("enable_chunked_prefill") is False and "max_num_batched_tokens" in kwargs:
         return dict(kwargs)  # which must hold the longest prompt
     # vLLM exceeds the length in config.json only if this key allows it.
-    allowed = {"hf_overrides": {"model_max_length": length + 1}} if length == held else {}
+    most: dict[str, Any] = {"model_max_length": length + 1}
+    allowed = {"hf_overrides": {path[0]: most} if path else most} if length == held else {}
     return {**kwargs, "max_model_len": length + 1, **allowed}
+
+
+def for_text_alone(kwargs: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns engine arguments that leave a model's images, video and sound out, unless the user's make room for some.
+
+    vLLM then builds no parts for them, and reserves no memory.
+    """
+    if not is_multimodal(described) or not {TEXT_ALONE, "limit_mm_per_prompt"}.isdisjoint(kwargs):
+        return dict(kwargs)
+    return {**kwargs, TEXT_ALONE: True}
 
 
 def _is_mapping(value: object) -> bool:
@@ -205,7 +222,7 @@ def engine_variables(
     `cache` is a folder for compiled and inspected artifacts, kept between starts. 1 of the replica's `cpu` cores is
     left to the server. An `offline` engine sends no requests to a hub.
     """
-    ours = {"PYTHONPATH": str(_PROGRAMS)}
+    ours = {"PYTHONPATH": os.pathsep.join(map(str, (_PROGRAMS, *([PLACEHOLDERS] if device == "cpu" else []))))}
     variables = {**ENGINES[device].variables, **ours, **_cache_variables(device, cache, kwargs or {})}
     if device == "cpu":
         variables["OMP_NUM_THREADS"] = str(max(1, cpu - 1))

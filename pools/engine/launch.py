@@ -19,6 +19,7 @@ from pools.engine.engines import (
     SLICE_PROGRAM,
     engine_kwargs,
     engine_variables,
+    for_text_alone,
     interpreter_arguments,
     server_arguments,
     with_last_token,
@@ -236,7 +237,7 @@ class VllmLauncher:
         return self.environment.identity
 
     def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
-        kwargs = {**_tracing_arguments(), **engine_kwargs(self.config)}
+        kwargs = for_text_alone({**_tracing_arguments(), **engine_kwargs(self.config)}, checkpoint.files.config)
         if not checkpoint.caches_prefixes:
             kwargs["enable_prefix_caching"] = False
         if self.config.device != "tpu":  # TPUs have no prompt log-probabilities, and compile for each length

@@ -16,13 +16,13 @@ from pools.engine.engines import (
     engine_kwargs,
 )
 from pools.engine.launch import Servable
+from pools.weights.architectures import language_config
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
-_OF_THE_LANGUAGE_MODEL = ("text_config", "llm_config", "language_config")
 
 
 def require_divisible(config: InferencePoolConfig, checkpoints: Iterable[Servable]) -> None:
@@ -63,9 +63,7 @@ def why_not_divided(described: Mapping[str, Any], *, tensor: int, pipeline: int 
     Each tensor has `tensor` parts, the stack of layers `pipeline`. Attention heads must divide by `tensor`; KV heads
     divide too, or are copied to the same number of parts each.
     """
-    text = next(
-        (described[name] for name in _OF_THE_LANGUAGE_MODEL if isinstance(described.get(name), dict)), described
-    )
+    text = language_config(described)
     heads, layers = _number(text, _HEADS), _number(text, _LAYERS)
     shared = 1 if text.get("multi_query") is True else _number(text, _KEY_VALUE_HEADS)
     if heads is not None and heads % tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pools.weights.architectures import why_not_served
 from pools.weights.content import content_digest, hash_of
 from pools.weights.formats import (
     INDEX_NAME,
@@ -233,11 +234,8 @@ def _read_config(files: Mapping[str, FileInfo], problems: list[str]) -> Mapping[
         return {}
     before = len(problems)
     config = read_json(files["config.json"], problems)
-    listed = config.get("architectures")
-    architectures = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    if len(problems) == before and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
-        named = ", ".join(ascii(name)[1:-1] for name in architectures)
-        problems.append(f"config.json names {named or 'no architecture'}, which is not a causal language model")
+    if len(problems) == before and (why := why_not_served(config)) is not None:
+        problems.append(why)
     return config
 
 

@@ -12,6 +12,7 @@ from pydantic import SecretStr
 from pools.engine.engines import with_engine_variables
 from pools.pool.access import PoolAccess
 from pools.pool.kept import access_to
+from pools.weights.architectures import language_config
 from pools.weights.merges import locations_of
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
@@ -261,7 +262,7 @@ def _check_resources(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]
     if not isinstance(asked, int):
         return
     for checkpoint in checkpoints:
-        described = checkpoint.folder.config if checkpoint.folder else {}
+        described = language_config(checkpoint.folder.config) if checkpoint.folder else {}
         held = described.get("max_position_embeddings")
         scaled = described.get("rope_scaling") or described.get("rope_parameters")
         if isinstance(held, int) and not scaled and asked > held:

@@ -1,4 +1,4 @@
-"""The quick half of the zoo: a tied model (vLLM leaves its output layer packed), and a mixture of experts.
+"""The quick half of the zoo: a tied model (vLLM leaves its output layer packed), a mixture of experts, models that see.
 
 The mean of 2 checkpoints, which no file holds, is reloaded in place like others.
 """
@@ -19,6 +19,7 @@ TOURS = {
     TIED: ("first", "frozen", "nearly", "second", "mean", "first", "frozen"),
     EXPERTS: ("first", "second", "row", "mean", "first"),
 }
+SEEING = (Animal("gemma3_vision", tied=True), Animal("qwen3_vl", tied=False))
 
 
 def test_swaps_of_a_tied_model_and_of_experts_answer_as_a_cold_start_does(tmp_path: Path) -> None:
@@ -30,3 +31,9 @@ def test_swaps_of_a_tied_model_and_of_experts_answer_as_a_cold_start_does(tmp_pa
     reasons = [stop.reason or "" for stop in tied.stops[1:4]]
     for reason, expected in zip(reasons, ("is the same in both", "proves nothing", "they agree ("), strict=True):
         assert expected in reason
+
+
+def test_models_that_see_are_served_and_swapped_for_text_alone(tmp_path: Path) -> None:
+    for visit in visits(dict.fromkeys(SEEING, ("first", "second", "mean", "first")), tmp_path):
+        assert (visit.refusal, visit.wrong) == (None, [])
+        assert [stop.how for stop in visit.stops[1:]] == ["restart", "reload", "reload"]

@@ -16,7 +16,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import CANARY_PROMPTS
-from pools.engine.engines import engine_variables
+from pools.engine.engines import PLACEHOLDERS, engine_variables
 from pools.engine.launch import Servable
 from pools.engine.reload_trust import ROUNDING_NATS
 from pools.weights.merges import Merge
@@ -216,7 +216,12 @@ def _cold_answers(
     order.write_text(
         json.dumps(
             {
-                **{"prompts": PROMPTS, "answers": str(answers), "checkpoints": checkpoints},
+                **{
+                    "prompts": PROMPTS,
+                    "answers": str(answers),
+                    "checkpoints": checkpoints,
+                    "placeholders": str(PLACEHOLDERS),
+                },
                 "engine": {**engine_kwargs, "disable_log_stats": True},
             }
         )

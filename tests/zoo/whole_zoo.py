@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(7200)]
 
 ARCHITECTURES = (
     *("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "olmo2", "phi3", "granite", "mixtral"),
-    *("qwen3_moe", "olmoe", "mamba2"),
+    *("qwen3_moe", "olmoe", "mamba2", "gemma3_vision", "qwen3_vl"),
 )
 REFUSED = {
     ("gemma2", False): "There is no module or parameter named 'lm_head' in Gemma2ForCausalLM",

@@ -54,6 +54,7 @@ LATE_MODULES = (
     "vllm.model_executor.models.qwen3",
 )
 """Imported later by vLLM, some only for some models; a missing module does no harm."""
+OWN_FOLDER = str(Path(__file__).parent)
 ROWS = 8
 """Rows of log-probabilities that are compared with their threshold at once."""
 _SIOCGIFADDR = 0x8915  # Linux' call for the address of an interface
@@ -61,6 +62,8 @@ _SIOCGIFADDR = 0x8915  # Linux' call for the address of an interface
 
 def preload(arguments: list[str]) -> None:
     """Imports the modules of a server, and replaces functions."""
+    # An isolated interpreter does not search its own folder for middleware and worker.
+    sys.path.extend(place for place in (OWN_FOLDER, f"{OWN_FOLDER}/placeholders") if place not in sys.path)
     import_all(MODULES, late=LATE_MODULES)
     replace_rank_count()
     leave_embedding_uncompiled()
@@ -86,9 +89,6 @@ def main(arguments: list[str]) -> None:
     remember_texts_of_tokens()
     entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     keep_address_from_forks(entry)
-    sys.path.append(
-        str(Path(__file__).parent)
-    )  # an isolated interpreter does not search its own folder for middleware and worker
     run(entry, arguments)
 
 

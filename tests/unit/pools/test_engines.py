@@ -21,6 +21,7 @@ from pools.engine.engines import (
     engine_flags,
     engine_kwargs,
     engine_variables,
+    for_text_alone,
     interpreter_arguments,
     replica_capacity,
     server_arguments,
@@ -63,6 +64,9 @@ HELD = {"max_position_embeddings": 64}
         ({}, {**HELD, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, {}),
         ({}, {**HELD, "model_max_length": 32}, {}),
         ({}, {"n_positions": 64}, {}),
+        ({}, {"text_config": HELD}, {"max_model_len": 65, "hf_overrides": {"text_config": {"model_max_length": 65}}}),
+        ({"max_model_len": 32}, {"text_config": HELD}, {"max_model_len": 33}),
+        ({}, {"thinker_config": {"text_config": HELD}}, {}),
         ({"max_model_len": 65}, HELD, {"max_model_len": 65}),  # vLLM refuses it
         ({"max_model_len": -1}, HELD, {"max_model_len": -1}),
         ({"hf_overrides": {"rope_theta": 1}}, HELD, {"hf_overrides": {"rope_theta": 1}}),
@@ -76,6 +80,24 @@ def test_engine_has_room_for_the_last_token_that_is_never_read(
     arguments = with_last_token(kwargs, described)
     assert expected.items() <= arguments.items() and kwargs == given
     assert ("max_model_len" in arguments) is ("max_model_len" in expected)
+
+
+SEES = {"architectures": ["Gemma3ForConditionalGeneration"]}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "described", "added"),
+    [
+        ({}, SEES, {"language_model_only": True}),
+        ({}, {"architectures": ["LlamaForCausalLM"]}, {}),
+        ({"limit_mm_per_prompt": {"image": 1}}, SEES, {}),
+        ({"language_model_only": False}, SEES, {}),
+    ],
+)
+def test_model_that_sees_is_served_for_text_alone_unless_told_otherwise(
+    kwargs: dict[str, Any], described: dict[str, Any], added: dict[str, Any]
+) -> None:
+    assert for_text_alone(kwargs, described) == {**kwargs, **added}
 
 
 def pool(device: str = "cpu", **model: Any) -> InferencePoolConfig:

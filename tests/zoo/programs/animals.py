@@ -26,6 +26,9 @@ _DENSE = {**_ATTENTION, "intermediate_size": 128, "max_position_embeddings": 512
 _MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _STATE = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 _HEADS = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
+_EYES = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 14}
+_DEPTH = {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
+_THREE_POSITIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_DENSE, "num_key_value_heads": 1}),
     "qwen2": ("Qwen2Config", _DENSE),
@@ -45,6 +48,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1},
     ),
     "falcon_h1": ("FalconH1Config", {**_DENSE, "head_dim": 32, **_STATE}),
+    "gemma3_vision": (
+        "Gemma3Config",
+        {
+            "text_config": {**_DENSE, **_HEADS},
+            "vision_config": {**_EYES, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
+            **{"mm_tokens_per_image": 4, "boi_token_index": 258, "eoi_token_index": 258, "image_token_index": 259},
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        {
+            "text_config": {**_DENSE, "head_dim": 32, "rope_parameters": _THREE_POSITIONS},
+            "vision_config": {**_EYES, **_DEPTH, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+            **{"image_token_id": 259, "video_token_id": 258, "vision_start_token_id": 258, "vision_end_token_id": 258},
+        },
+    ),
 }
 """Configuration classes of transformers, with tiny sizes; heads have the 32 values that vLLM requires."""
 LARGEST_SHARD = "100KB"
@@ -61,9 +80,10 @@ def make(checkpoint: dict[str, Any]) -> None:
     import transformers
 
     class_name, small = ARCHITECTURES[checkpoint["architecture"]]
-    config = getattr(transformers, class_name)(
-        vocab_size=VOCABULARY, tie_word_embeddings=checkpoint["tied"], bos_token_id=256, eos_token_id=257, **small
-    )
+    tied = {"tie_word_embeddings": checkpoint["tied"]}
+    words = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, **tied}
+    whole = {**small, **tied, "text_config": {**small["text_config"], **words}} if "text_config" in small else small
+    config = getattr(transformers, class_name)(**({**words, **small} if whole is small else whole))
     like = checkpoint.get("like")
     model = new_model(config, checkpoint["seed"] if like is None else like)
     if like is not None:
@@ -84,7 +104,8 @@ def new_model(config: Any, seed: int) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = "AutoModelForImageTextToText" if hasattr(config, "vision_config") else "AutoModelForCausalLM"
+    model = getattr(transformers, kind).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "A_log" in name or name.endswith(("dt_bias", ".D")):
@@ -130,7 +151,8 @@ def ask_transformers(folder: str, prompts: list[str]) -> list[list[float]]:
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    [class_name] = json.loads((Path(folder) / "config.json").read_bytes())["architectures"]
+    model = getattr(transformers, class_name).from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",  # the others leave out Gemma 2's soft cap
@@ -151,7 +173,7 @@ def ask_vllm(folder: str, prompts: list[str], engine: dict[str, Any]) -> dict[st
 
     # Ranks are unused, and compiling their count takes 2 s each time, 15 s and a compiler the first time.
     sampler.batched_count_greater_than = sampler.batched_count_greater_than.__wrapped__
-    model = vllm.LLM(folder, **engine)
+    model = vllm.LLM(folder, language_model_only=True, **engine)
     asked = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
     def ask(prompts: list[str]) -> list[list[float]]:
@@ -201,6 +223,7 @@ def make_and_ask(checkpoints: list[dict[str, Any]], prompts: list[str]) -> list[
 
 
 def main(arguments: list[str]) -> None:
+    sys.path.append(json.loads(Path(arguments[0]).read_text())["placeholders"])
     for name in MODULES:
         importlib.import_module(name)
     order = json.loads(Path(arguments[0]).read_text())

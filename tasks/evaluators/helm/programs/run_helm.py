@@ -35,6 +35,7 @@ import helm_asking
 import helm_runs
 import helm_unpacking
 from helm_choices import with_smooth_scores
+from model_shape import shape_of
 from refusals import Refused, digest_of, no_chat_template, refusals_into
 
 DEPLOYMENT_FOLDER = "prod_env"
@@ -200,7 +201,7 @@ def model_name(job: dict[str, Any]) -> str:
 
 def _context_of(checkpoint: Path) -> int:
     try:
-        return int(json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"])
+        return int(shape_of(checkpoint)["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError):
         return DEFAULT_CONTEXT
 

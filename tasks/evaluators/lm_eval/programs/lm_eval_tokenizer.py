@@ -11,11 +11,13 @@ import os
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from choice_scoring import TOKEN_ID
 from lm_eval.models.utils import resolve_max_length
 from lm_eval_model import Completions
+from model_shape import shape_of
 from refusals import Refused, no_chat_template
 
 DEFAULT_GENERATED = 256
@@ -58,19 +60,10 @@ def complete_model_args(job: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 def _context_of(checkpoint: Path, tokenizer: Any) -> int:
     try:
-        described = json.loads((checkpoint / "config.json").read_text())
-        shape: Any = PretrainedShape(described)
+        shape: Any = SimpleNamespace(**shape_of(checkpoint))
         return resolve_max_length(shape, tokenizer)
     except (OSError, ValueError, AttributeError, TypeError):
         return resolve_max_length(None, tokenizer)
-
-
-class PretrainedShape:
-    """The numbers in a config.json, in the form in which lm-eval finds a context length."""
-
-    def __init__(self, described: dict[str, Any]) -> None:
-        below = described.get("text_config")
-        self.__dict__.update({**described, "text_config": PretrainedShape(below) if below else None})
 
 
 PROBE = (
