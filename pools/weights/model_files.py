@@ -135,7 +135,7 @@ def served_files(folder: ModelFolder) -> dict[str, FileInfo]:
 
 
 def inspect_model_folder(
-    uri: str, files: Sequence[FileInfo] | None = None, *, files_in: FilesIn | None = None
+    uri: str, files: Sequence[FileInfo] | None = None, *, files_in: FilesIn = storage.list_folder
 ) -> ModelFolder:
     """Checks that a folder holds a whole model that an engine can serve; failures go into `problems`. The arguments are
     those of `inspect_reference_folder`."""
@@ -190,7 +190,7 @@ def inspect_staged_folder(folder: Path) -> ModelFolder:
 
 
 def inspect_reference_folder(
-    uri: str, files: Sequence[FileInfo] | None = None, *, files_in: FilesIn | None = None
+    uri: str, files: Sequence[FileInfo] | None = None, *, files_in: FilesIn = storage.list_folder
 ) -> ModelFolder:
     """Inspects a folder of which only config and tokenizer are needed, not the weights.
 

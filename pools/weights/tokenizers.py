@@ -1,7 +1,7 @@
-"""Tokenizers of checkpoints: their own, those of their run's folder, and those that a name gives to them.
+"""Tokenizers of checkpoints: their own, that of their run's folder, or that of a folder in their name.
 
 A checkpoint without a tokenizer takes that of a folder above it, up to its run's folder, or of a `tokenizer/` in such a
-folder, as trainers write them that keep a tokenizer once for a run (NVIDIA-NeMo/RL: `step_N/policy/tokenizer` next to
+folder, as trainers write them that keep a single tokenizer for a run (NVIDIA-NeMo/RL: `step_N/policy/tokenizer` next to
 `step_N/policy/weights`). The search depends on the checkpoint's path and these folders only, so every machine finds the
 same.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from pools.weights.overrides import override_of
 from resources.storage import storage
@@ -35,29 +35,51 @@ _MOST_LEVELS = 6
 
 Files = Mapping[str, FileInfo]
 """Files of a folder by name."""
-FilesIn = Callable[[str], Sequence[FileInfo]]
-"""Lists the files directly in a folder; empty if it does not exist."""
+
+
+class FilesIn(Protocol):
+    """Lists the files directly in a folder, as `storage.list_folder`."""
+
+    def __call__(self, folder: str, /, *, within: str | None = None) -> Sequence[FileInfo]: ...
+
+
+class KnownFiles:
+    """The files of a listing of everything below `root`, by folder. Other folders are listed when asked for, once;
+    `others` has them."""
+
+    def __init__(self, root: str, files: Iterable[FileInfo]) -> None:
+        self._root, self._start = storage.absolute(root).rstrip("/"), len(root.rstrip("/"))
+        self._folders: dict[str, list[FileInfo]] = defaultdict(list)
+        self.others: dict[str, list[FileInfo]] = {}
+        for file in files:
+            self._folders[storage.parent(file.uri)[self._start :]].append(file)
+
+    def __call__(self, folder: str, /, *, within: str | None = None) -> Sequence[FileInfo]:
+        place = storage.absolute(folder).rstrip("/")
+        if f"{place}/".startswith(f"{self._root}/"):
+            return self._folders.get(place[len(self._root) :], ())
+        if place not in self.others:
+            self.others[place] = storage.list_folder(place, within=within)
+        return self.others[place]
 
 
 class Described(NamedTuple):
-    """The files that describe a checkpoint, wherever they are, its problems, and notes on the origin of its
-    tokenizer."""
+    """The files of a checkpoint, some from other folders; its problems; notes on the origin of its tokenizer."""
 
     files: Files
     problems: list[str]
     notes: tuple[str, ...] = ()
 
 
-def described_by(uri: str, own: Files, files_in: FilesIn | None = None) -> Described:
+def described_by(uri: str, own: Files, files_in: FilesIn = storage.list_folder) -> Described:
     """Returns a checkpoint's files, with those of another tokenizer and template in place of its own if its name gives
     them, or if it has none and its run has. `own`: the files in its folder. `files_in`: a listing that is known
     already saves requests."""
-    listed = files_in or storage.list_folder
     override = override_of(uri)
     files, problems, notes = dict(own), list[str](), list[str]()
     place = override.tokenizer if override else None
     if place is not None:
-        files = _with_tokenizer(own, _named(listed(place)))
+        files = _with_tokenizer(own, _named(files_in(place)))
         notes.append(f"its tokenizer is that of {place}")
     elif (
         "config.json" in own
@@ -69,7 +91,7 @@ def described_by(uri: str, own: Files, files_in: FilesIn | None = None) -> Descr
         notes.append(f"it has no tokenizer, so it takes that of its run, in {place}")
     if override and override.template is not None:
         files = {name: file for name, file in files.items() if name not in _TEMPLATES}
-        problems += _take_template(override.template, files, listed)
+        problems += _take_template(override.template, files, files_in)
         notes.append(f"its chat template is that of {override.template}")
     return Described(files, [*problems, *_problems(files, place)], tuple(notes))
 
@@ -113,12 +135,11 @@ def _take_template(place: str, files: dict[str, FileInfo], files_in: FilesIn) ->
     return []
 
 
-def _above(uri: str, files_in: FilesIn | None) -> tuple[str, Files] | None:
+def _above(uri: str, files_in: FilesIn) -> tuple[str, Files] | None:
     folder = storage.absolute(uri).rstrip("/")
     outwards = _outwards(folder)
-    files_in = files_in or partial(storage.list_folder, within=outwards[-1])
     for place in [each for above in outwards for each in (above, storage.join(above, _FOLDER))][1:]:
-        files = _named(files_in(place))
+        files = _named(files_in(place, within=outwards[-1]))
         if has_vocabulary(files) and SETTINGS_NAME in files:
             return place, files
     return None

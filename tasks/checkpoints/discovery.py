@@ -6,12 +6,16 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from pools.weights.formats import INDEX_NAME
 from pools.weights.layouts import Exports, inspect_native_folder, is_native
 from pools.weights.merges import merge_of, with_each_location
 from pools.weights.model_files import checkpoint_files, inspect_model_folder
+from pools.weights.overrides import Override, override_of, without_options
+from pools.weights.tokenizers import NO_TOKENIZER, FilesIn, KnownFiles
 from resources.errors import BadInput, not_there
 from resources.storage import storage
 from resources.storage.listings import FileInfo
@@ -28,8 +32,9 @@ from tasks.spec.suites import SuiteRequest
 
 Request = TypeVar("Request", EvaluationConfig, SuiteRequest)
 
-_MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer_config.json", "model.safetensors", INDEX_NAME)
+_MODEL_FILES = ("config.json", "adapter_config.json", "model.safetensors", INDEX_NAME)
 _INCOMPLETE_POLL_SECONDS = 1.0
+_TOKENIZER_SECONDS = 30.0  # since the last write: trainers write the tokenizer after the weights, or never
 _SHARDED = "sharded"  # torchtitan's per-rank files, before they are consolidated in the parent folder
 _ARCHIVE = "checkpoints"  # folder of native checkpoints in training scripts, next to hf/
 
@@ -43,7 +48,8 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     does not exist or is a file, CheckpointError if the inputs of a merged checkpoint do not match."""
     if (merge := merge_of(path)) is not None:
         return [merged_checkpoint(merge, find_checkpoints)]
-    path = storage.behind_link(path)  # the link may point elsewhere by the time an engine starts
+    options = override_of(path)
+    path = storage.behind_link(without_options(path))  # the link may point elsewhere by the time an engine starts
     files = checkpoint_files(path) if step_of(storage.basename(path)) is not None else storage.list_files(path)
     expected = "a folder: a checkpoint, or a run that holds checkpoints"
     if [file.uri for file in files] == [path] and not storage.is_folder(path):
@@ -51,13 +57,17 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     if not files and not storage.exists(path):
         raise not_there(expected, path, "check the path; in an object store, also that you may list it")
     layouts = layouts_in(files)
-    checkpoints = [_huggingface(folder, held, marks=layouts.marks) for folder, held in layouts.exports]
+    look = partial(_huggingface, options=options, marks=layouts.marks, files_in=KnownFiles(path, files))
+    checkpoints = [look(folder, held) for folder, held in layouts.exports]
     if "levanter" not in kinds:
         checkpoints += [_not_served(folder, held) for folder, held in layouts.native.items()]
         layouts = layouts._replace(native={})
     complete = {checkpoint.step for checkpoint in checkpoints if checkpoint.complete}
     candidates = [checkpoint.uri for checkpoint in checkpoints]
-    checkpoints += [made for made, _ in not_exported(layouts, candidates, complete, reference=reference)]
+    others = not_exported(layouts, candidates, complete, reference=reference, options=options)
+    checkpoints += [made for made, _ in others]
+    if options is not None:
+        checkpoints = [replace(checkpoint, uri=options.at(checkpoint.uri)) for checkpoint in checkpoints]
     if not checkpoints:
         raise NoCheckpoints(
             expected=f"checkpoints at {path}, {path}/step-N or {path}/hf/step-N",
@@ -106,15 +116,22 @@ def layouts_in(files: Iterable[FileInfo]) -> Layouts:
 
 
 def not_exported(
-    layouts: Layouts, candidates: Sequence[str], complete: Collection[int], *, reference: str | None
+    layouts: Layouts,
+    candidates: Sequence[str],
+    complete: Collection[int],
+    *,
+    reference: str | None,
+    options: Override | None = None,
 ) -> Iterator[tuple[Checkpoint, Sequence[FileInfo]]]:
     """Yields native checkpoints and training states with their files, if their step has no complete export.
     `candidates`: folders of exports; a training state around an export is not reported. `complete`: steps with a
-    complete export. `reference`: as in `find_checkpoints`."""
+    complete export. `reference`: as in `find_checkpoints`. `options`: of the run, for its reference."""
     exports = Exports()
     natives = []
     for folder, held in layouts.native.items():
-        checkpoint = _levanter(folder, held, reference=reference or exports.export_for(folder))
+        described = reference or exports.export_for(folder)
+        described = options.at(described) if options and described else described
+        checkpoint = _levanter(folder, held, reference=described)
         if checkpoint.step not in complete:
             natives.append(folder)
             yield checkpoint, held
@@ -185,9 +202,11 @@ def _native_name(folder: str) -> tuple[str, str, int]:
     return name_of(folder)
 
 
-def _huggingface(folder: str, files: Sequence[FileInfo], *, marks: Marks) -> Checkpoint:
+def _huggingface(
+    folder: str, files: Sequence[FileInfo], *, options: Override | None, marks: Marks, files_in: FilesIn
+) -> Checkpoint:
     run, name, step = name_of(folder)
-    held = inspect_model_folder(folder, files)
+    held = inspect_model_folder(options.at(folder) if options else folder, files, files_in=files_in)
     problems = (*held.problems, *marks.missing(folder, files))
     return Checkpoint(folder, run, name, step, held.modified, problems=problems, folder=held)
 
@@ -209,11 +228,16 @@ def discover(
     while True:
         checkpoints = find_checkpoints(path, kinds=kinds, reference=reference)
         incomplete = [checkpoint for checkpoint in checkpoints if not checkpoint.complete]
-        waiting_helps = any(checkpoint.kind in kinds for checkpoint in incomplete)
+        waiting_helps = any(checkpoint.kind in kinds and not _lacks_tokenizer(checkpoint) for checkpoint in incomplete)
         if not waiting_helps or clock() >= deadline:
             break
         sleep(_INCOMPLETE_POLL_SECONDS)
     return select(complete_among(checkpoints, path, on_left_out=report_event), selection)
+
+
+def _lacks_tokenizer(checkpoint: Checkpoint) -> bool:
+    lacks = all(problem.startswith(NO_TOKENIZER) for problem in checkpoint.problems)
+    return lacks and time.time() - checkpoint.modified > _TOKENIZER_SECONDS
 
 
 @step(task_run_name="look at {path}")
@@ -262,7 +286,9 @@ def complete_among(every: Sequence[Checkpoint], path: str, *, on_left_out: Calla
         raise NoCheckpoints(
             expected=f"a complete checkpoint at {path}",
             found=f"{len(incomplete)} incomplete ({reasons})",
-            remedy="wait until a checkpoint is complete; `assay checkpoints` shows what is missing"
+            remedy="name a tokenizer with --tokenizer (tokenizer in YAML): a folder, or owner/name on the hub"
+            if all(map(_lacks_tokenizer, incomplete))
+            else "wait until a checkpoint is complete; `assay checkpoints` shows what is missing"
             if any(checkpoint.kind in LOADED_NATIVELY for checkpoint in incomplete)
             else "export a checkpoint to Hugging Face format",
         )

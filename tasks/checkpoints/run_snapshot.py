@@ -18,7 +18,7 @@ import orjson
 from pools.weights.content import SETTLED_SECONDS, file_identity
 from pools.weights.formats import INDEX_NAME, may_pass
 from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder
-from pools.weights.merges import merge_of
+from pools.weights.merges import merge_of, with_each_location
 from pools.weights.model_files import (
     ModelFolder,
     checkpoint_files,
@@ -26,7 +26,8 @@ from pools.weights.model_files import (
     inspect_model_folder,
     small_files,
 )
-from pools.weights.tokenizers import TOKENIZER_FILES
+from pools.weights.overrides import Override, override_of, without_options
+from pools.weights.tokenizers import TOKENIZER_FILES, FilesIn, KnownFiles, described_by
 from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import settings
 from resources.storage import storage
@@ -44,7 +45,7 @@ from tasks.spec.names import name_of
 _LOOKS_AT_ONCE = 16  # each read of an object store waits for the network
 _RANGES = 8  # ranges of names, in which a known run is listed in parallel
 _FILES_OF_A_CHECKPOINT = 4  # at least
-_SIZES_DIFFER = frozenset({*TOKENIZER_FILES, "tokenizer_config.json"})  # only their presence matters
+_SIZES_DIFFER = frozenset({*TOKENIZER_FILES, "tokenizer_config.json", "merges.txt"})  # only their presence matters
 _ALIKE = frozenset({"config.json", INDEX_NAME})  # judged by their content, which usually is the same in all checkpoints
 _FORMAT = 3
 _GLOB = frozenset("*?[")
@@ -81,12 +82,11 @@ class SeenCheckpoint:
         return not self.problems
 
 
-def listing_digest(folder: str, files: Iterable[FileInfo], *, reference: ModelFolder | None = None) -> str:
-    """Returns a digest over the listing of a folder's files and its reference's; it stays the same until a file is
-    rewritten. On a local disk, size and modification time can be restored, but not the change time, which is used;
-    inodes are not, since some mounted stores change them between listings."""
-    start = len(folder.rstrip("/")) + 1
-    held = [(file.uri[start:], file) for file in files]
+def listing_digest(files: Mapping[str, FileInfo], *, reference: ModelFolder | None = None) -> str:
+    """Returns a digest over the listing of a checkpoint's files by name and its reference's; it stays the same until a
+    file is rewritten. On a local disk, size and modification time can be restored, but not the change time, which is
+    used; inodes are not, since some mounted stores change them between listings."""
+    held = [*files.items()]
     held += [(f"reference/{name}", file) for name, file in small_files(reference).items()] if reference else []
     listed = sorted((name, file.size, file.checksum or file.changed or file.modified) for name, file in held)
     return hashlib.blake2b(repr(listed).encode(), digest_size=12).hexdigest()
@@ -97,7 +97,7 @@ def listing_of(checkpoint: Checkpoint) -> str:
     if checkpoint.inputs:
         return listing_of_inputs(checkpoint.uri, map(listing_of, checkpoint.inputs))
     assert checkpoint.folder is not None, "only complete checkpoints are evaluated"
-    return listing_digest(checkpoint.uri, checkpoint.folder.files.values(), reference=checkpoint.folder.reference)
+    return listing_digest(checkpoint.folder.files, reference=checkpoint.folder.reference)
 
 
 def listing_of_inputs(uri: str, listings: Iterable[str]) -> str:
@@ -113,11 +113,12 @@ def expand_runs(patterns: Sequence[str]) -> list[str]:
     have the same name."""
     uris: dict[str, None] = {}
     for pattern in patterns:
-        place = real_location(pattern) if in_mlflow(pattern) else pattern
+        options, place = override_of(pattern), without_options(pattern)
+        place = real_location(place) if in_mlflow(place) else place
         matches = _folders(place) if _GLOB & set(place) else [place.rstrip("/")]
         if not matches:
             raise BadInput(expected=f"runs at {pattern}", found="none", remedy="correct the pattern, or wait for a run")
-        uris.update(dict.fromkeys(matches))
+        uris.update(dict.fromkeys(map(options.at, matches) if options else matches))
     by_name: dict[str, str] = {}
     for uri in uris:
         other = by_name.setdefault(name_of(uri)[0], uri)
@@ -145,23 +146,31 @@ def snapshot_run(
     """Returns every checkpoint of a run, by step; empty before the first is written. Native checkpoints are left out if
     their step has a complete export. `uri`: the run. `reference`: as in `find_checkpoints`. `evaluated`: returns True
     if the checkpoint of that name was evaluated with that listing, and so was complete."""
-    remembered = _read_memory(uri, "checkpoints")
+    remembered, options = _read_memory(uri, "checkpoints"), override_of(uri)
     rows = remembered.get("checkpoints", ())
-    tree = list_tree(uri, between=_marks(rows))
-    signature = f"{tree.signature} {listing_digest(reference, storage.list_files(reference)) if reference else ''}"
+    place = without_options(uri)
+    tree = list_tree(place, between=_marks(rows))
+    held = {"reference": storage.list_files(reference)} if reference else {}
+    signature = f"{tree.signature} {_listed_in(held)}"
+    around = {folder: storage.list_folder(folder) for folder in remembered.get("around", ())}
     began = time.time()
     # a native checkpoint's reference may lie outside of this listing
     elsewhere = any(row[3] == "levanter" and (row[5] or not reference) for row in rows)
-    if remembered.get("signature") == signature and not elsewhere:
+    if remembered.get("signature") == signature + _listed_in(around) and not elsewhere:
         return [_from_row(row) for row in rows]
     known = {(row[0], row[4]): tuple(row[5]) for row in rows if not any(map(is_about_marks, row[5]))}
     files = tree.files()
-    listed = _judged(files, known, reference=reference, evaluated=evaluated)
+    files_in = KnownFiles(place, files)
+    listed = _judged(files, known, reference=reference, evaluated=evaluated, options=options, files_in=files_in)
     unsettled = _unsettled(listed, files, since=began - SETTLED_SECONDS)
-    _remember(
-        uri, "" if unsettled else signature, [checkpoint for checkpoint in listed if checkpoint.uri not in unsettled]
-    )
+    settled = [checkpoint for checkpoint in listed if checkpoint.uri not in unsettled]
+    _remember(uri, "" if unsettled else signature + _listed_in(files_in.others), settled, around=[*files_in.others])
     return listed
+
+
+def _listed_in(folders: Mapping[str, Iterable[FileInfo]]) -> str:
+    files = {file.uri: file for held in folders.values() for file in held}
+    return listing_digest(files) if files else ""
 
 
 def _unsettled(checkpoints: Sequence[SeenCheckpoint], files: Iterable[FileInfo], *, since: float) -> set[str]:
@@ -172,13 +181,13 @@ def _unsettled(checkpoints: Sequence[SeenCheckpoint], files: Iterable[FileInfo],
         checkpoint.uri
         for checkpoint in checkpoints
         if any(map(may_pass, checkpoint.problems))
-        or (checkpoint.problems and any(uri.startswith(f"{checkpoint.uri}/") for uri in new))
+        or (checkpoint.problems and any(uri.startswith(f"{without_options(checkpoint.uri)}/") for uri in new))
     }
 
 
 def _marks(rows: Sequence[Sequence[Any]]) -> list[str]:
     ranges = min(_RANGES, len(rows) * _FILES_OF_A_CHECKPOINT // PAGE)
-    names = sorted(row[0] for row in rows) if ranges > 1 else []
+    names = sorted(without_options(row[0]) for row in rows) if ranges > 1 else []
     return [names[len(names) * number // ranges] for number in range(1, ranges)]
 
 
@@ -188,51 +197,54 @@ def _judged(
     *,
     reference: str | None,
     evaluated: Callable[[str, str], bool],
+    options: Override | None,
+    files_in: KnownFiles,
 ) -> list[SeenCheckpoint]:
     layouts = layouts_in(files)
-    listed = [
-        _Listed(folder, held, *name_of(folder)[1:], listing_digest(folder, held)) for folder, held in layouts.exports
-    ]
+    named = options.at if options else str
+    listed = [_listed(named(folder), held, files_in) for folder, held in layouts.exports]
     verdicts = dict(known)
     unmarked: dict[tuple[str, str], tuple[str, ...]] = {}
     for checkpoint in listed:
         if evaluated(checkpoint.name, checkpoint.listing):
             verdicts.setdefault(checkpoint.state, ())
-        elif missing := layouts.marks.missing(checkpoint.folder, checkpoint.files):
+        elif missing := layouts.marks.missing(without_options(checkpoint.uri), checkpoint.held):
             unmarked[checkpoint.state] = missing
     verdicts |= _verdicts(listed, verdicts)
     verdicts |= {state: (*verdicts[state], *missing) for state, missing in unmarked.items()}
     checkpoints = [
-        SeenCheckpoint(folder, name, step, "huggingface", listing, verdicts[folder, listing])
-        for folder, _, name, step, listing in listed
+        SeenCheckpoint(each.uri, each.name, each.step, "huggingface", each.listing, verdicts[each.state])
+        for each in listed
     ]
     exported = {checkpoint.step for checkpoint in checkpoints if checkpoint.complete}
-    candidates = [checkpoint.uri for checkpoint in checkpoints]
-    for other, held in not_exported(layouts, candidates, exported, reference=reference):
-        listing = listing_digest(other.uri, held, reference=other.folder.reference if other.folder else None)
-        checkpoints.append(SeenCheckpoint(other.uri, other.name, other.step, other.kind, listing, other.problems))
+    candidates = [folder for folder, _ in layouts.exports]
+    for other, held in not_exported(layouts, candidates, exported, reference=reference, options=options):
+        names = {file.uri.removeprefix(f"{other.uri}/"): file for file in held}
+        listing = listing_digest(names, reference=other.folder.reference if other.folder else None)
+        uri = named(other.uri)
+        checkpoints.append(SeenCheckpoint(uri, other.name, other.step, other.kind, listing, other.problems))
     return sorted(checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.uri))
 
 
 class _Listed(NamedTuple):
-    folder: str
-    files: Sequence[FileInfo]
+    uri: str
+    held: Sequence[FileInfo]
+    files: Mapping[str, FileInfo]
+    files_in: FilesIn
     name: str
     step: int
     listing: str
 
     @property
     def state(self) -> tuple[str, str]:
-        return self.folder, self.listing
+        return self.uri, self.listing
 
     def problems(self) -> tuple[str, ...]:
-        return inspect_model_folder(self.folder, self.files).problems
+        return inspect_model_folder(self.uri, self.held, files_in=self.files_in).problems
 
     def shape(self) -> frozenset[tuple[str, int | str]]:
-        start = len(self.folder) + 1
         entries: list[tuple[str, int | str]] = []
-        for file in self.files:
-            name = file.uri[start:]
+        for name, file in self.files.items():
             if name in _SIZES_DIFFER:
                 entries.append((name, 0))
             elif name in _ALIKE:
@@ -242,11 +254,16 @@ class _Listed(NamedTuple):
         return frozenset(entries)
 
 
+def _listed(uri: str, held: Sequence[FileInfo], files_in: FilesIn) -> _Listed:
+    files = described_by(uri, {storage.basename(file.uri): file for file in held}, files_in).files
+    return _Listed(uri, held, files, files_in, *name_of(uri)[1:], listing_digest(files))
+
+
 def _verdicts(
     listed: Sequence[_Listed], known: Mapping[tuple[str, str], tuple[str, ...]]
 ) -> dict[tuple[str, str], tuple[str, ...]]:
     unknown = [checkpoint for checkpoint in listed if checkpoint.state not in known]
-    if not unknown or not storage.has_whole_files(unknown[0].folder):
+    if not unknown or not storage.has_whole_files(without_options(unknown[0].uri)):
         return {checkpoint.state: checkpoint.problems() for checkpoint in unknown}
     whole = {checkpoint.shape() for checkpoint in listed if known.get(checkpoint.state) == ()}
     first = {shape: checkpoint for checkpoint in unknown if (shape := checkpoint.shape()) not in whole}
@@ -287,11 +304,11 @@ def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: 
 
 
 def _key(checkpoint: SeenCheckpoint) -> str:
-    uri, known = storage.absolute(checkpoint.uri), checkpoint.listing
+    uri, known = with_each_location(checkpoint.uri, storage.absolute), checkpoint.listing
     # A local listing stays the same if size and time of a file are restored.
-    if storage.is_local(uri) and not checkpoint.merged:
+    if storage.is_local(place := without_options(uri)) and not checkpoint.merged:
         with suppress(FileNotFoundError):  # it is being removed, and has no digest
-            files = [path for path in sorted(storage.local_path(uri).iterdir()) if path.is_file()]
+            files = [path for path in sorted(storage.local_path(place).iterdir()) if path.is_file()]
             known = hashlib.blake2b(repr([known, *map(file_identity, files)]).encode(), digest_size=12).hexdigest()
     return f"{known} {uri}"
 
@@ -300,30 +317,32 @@ def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:
     try:
         if checkpoint.merged:
             merged = inspect_checkpoint(checkpoint.uri)
-            listings = (listing_digest(each.uri, each.files.values()) for each in merged.inputs)
+            listings = (listing_digest(each.files) for each in merged.inputs)
             same = listing_of_inputs(checkpoint.uri, listings) == checkpoint.listing
             return digest_model_folder(merged).checkpoint if same else None
-        files = checkpoint_files(checkpoint.uri)
         if checkpoint.kind == "levanter":
-            place = reference or Exports().export_for(checkpoint.uri)
-            return digest_model_folder(inspect_native_folder(checkpoint.uri, files, reference=place)[0]).checkpoint
-        folder = inspect_model_folder(checkpoint.uri, files)
+            place, options = without_options(checkpoint.uri), override_of(checkpoint.uri)
+            held = reference or Exports().export_for(place)
+            described = options.at(held) if options and held else held
+            native, _ = inspect_native_folder(place, checkpoint_files(place), reference=described)
+            return digest_model_folder(native).checkpoint
+        folder = inspect_model_folder(checkpoint.uri)
         digest = digest_model_folder(folder).checkpoint
-        return digest if listing_digest(checkpoint.uri, folder.files.values()) == checkpoint.listing else None
+        return digest if listing_digest(folder.files) == checkpoint.listing else None
     except AssayError:
         return None
 
 
-def _remember(uri: str, signature: str, checkpoints: Sequence[SeenCheckpoint]) -> None:
+def _remember(uri: str, signature: str, checkpoints: Sequence[SeenCheckpoint], *, around: Sequence[str]) -> None:
     rows = [
         (checkpoint.uri, checkpoint.name, checkpoint.step, checkpoint.kind, checkpoint.listing, checkpoint.problems)
         for checkpoint in checkpoints
     ]
-    _write_memory(uri, "checkpoints", {"signature": signature, "checkpoints": rows})
+    _write_memory(uri, "checkpoints", {"signature": signature, "checkpoints": rows, "around": around})
 
 
 def _memory(uri: str, kind: str) -> str:
-    name = hashlib.blake2b(storage.absolute(uri).encode(), digest_size=16).hexdigest()
+    name = hashlib.blake2b(with_each_location(uri, storage.absolute).encode(), digest_size=16).hexdigest()
     return str(settings().cache_dir / "listings" / f"{name}.{kind}.json")
 
 
