@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pools.weights.formats import INDEX_NAME, read_json, read_safetensors_header
+from pools.weights.formats import INDEX_NAME, read_json, read_safetensors_header, unwrapped
 from pools.weights.making import Making
 from resources.errors import CheckpointError, StorageError
 from resources.jobs import inheritance
@@ -49,24 +49,27 @@ def convert_pickled(making: Making) -> None:
     ]
     if shards:
         _run(making, {"shards": shards, "tied": making.folder.config.get("tie_word_embeddings") is not False})
+    for target in targets:
+        unwrap_names(making.content / target)
     _write_index(making, targets)
 
 
-def follow_index(making: Making) -> None:
-    """Copies shards without the tensors that the index gives to other shards."""
-    weight_map = _weight_map(making, INDEX_NAME)
+def rewrite_shards(making: Making) -> None:
+    """Copies shards without the tensors that the index gives to other shards, and names without words of wrappers."""
+    weight_map = _weight_map(making, INDEX_NAME) if INDEX_NAME in making.folder.files else {}
     for name in making.folder.weight_files:
         file = making.folder.files[name]
         if _is_made(making, name, file.size):
             continue
         held = read_safetensors_header(file)
+        plain, _ = unwrapped(held)
         kept = sorted((held[key].span, key) for key in held if weight_map.get(key, name) == name)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for (start, end), key in kept:
             tensor = held[key]
             place = [at, at := at + end - start]
-            header[key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": place}
+            header[plain[key]] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": place}
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)
         target = making.content / name
@@ -93,6 +96,19 @@ def _targets(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+
+
+def unwrap_names(path: Path) -> None:
+    """Leaves words of wrappers out of the names in a safetensors file; its contents stay where they are."""
+    with storage.reported(str(path), "write"), path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+        plain, words = unwrapped(header.keys() - {"__metadata__"})
+        if words and len({*plain.values()}) == len(plain):
+            file.seek(8)
+            file.write(
+                json.dumps({plain.get(name, name): entry for name, entry in header.items()}).encode().ljust(length)
+            )
 
 
 def _is_made(making: Making, target: str, size: int) -> bool:

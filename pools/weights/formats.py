@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,11 @@ PICKLED_NAME = "pytorch_model.bin"
 PICKLED_RECIPE = f"{PICKLED_NAME} 1"
 INDEX_RECIPE = "index 1"
 """Recipe for shards of which some hold tensors that the index gives to others: engines read all of every shard."""
+PREFIX_RECIPE = "prefix"
+"""First word of the recipe for tensors with a wrapper's words in their names; the words and a version follow."""
+_FIRST_OF_NAMES = ("module.", "_forward_module.", "base_model.model.")  # of DDP, Lightning, PEFT
+_ANYWHERE_IN_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # of torch alone
+_MOST_WRAPPERS = 8  # around each other
 _PICKLED_INDEX = f"{PICKLED_NAME}.index.json"
 _WEIGHTS = (
     "*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.gguf", "tf_model.h5", "flax_model.msgpack",
@@ -92,6 +97,26 @@ def _left_out(files: Mapping[str, FileInfo], counted: Sequence[str], chosen: str
         return ()
     more = f" and {len(left) - _MOST_NAMED} more" if left[_MOST_NAMED:] else ""
     return (f"weights are from {chosen}; left out: {ascii(', '.join(left[:_MOST_NAMED]))[1:-1]}{more}",)
+
+
+def unwrapped(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Returns tensors' names without the words of wrappers (torch.compile, DDP, FSDP, PEFT), and those words.
+
+    Words that a model could use itself count only if each name begins with them.
+    """
+    plain = {name: name for name in names}
+    words: list[str] = []
+    for _ in range(_MOST_WRAPPERS if plain else 0):
+        word = next((word for word in _FIRST_OF_NAMES if all(name.startswith(word) for name in plain.values())), None)
+        if word is not None:
+            plain = {name: short.removeprefix(word) for name, short in plain.items()}
+        else:
+            inside = (word for word in _ANYWHERE_IN_NAMES if any(f".{word}" in f".{name}" for name in plain.values()))
+            if (word := next(inside, None)) is None:
+                break
+            plain = {name: f".{short}".replace(f".{word}", ".").removeprefix(".") for name, short in plain.items()}
+        words.append(word)
+    return plain, tuple(dict.fromkeys(words))
 
 
 @dataclass(frozen=True)

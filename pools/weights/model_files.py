@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +18,13 @@ from pools.weights.content import content_digest, hash_of
 from pools.weights.formats import (
     INDEX_NAME,
     INDEX_RECIPE,
+    PREFIX_RECIPE,
     Tensor,
     Weights,
     irregular,
     read_json,
     read_safetensors_header,
+    unwrapped,
     weights_in,
 )
 from pools.weights.merges import merge_of
@@ -40,6 +42,7 @@ _LARGEST_SMALL_BYTES = 2**27  # the largest vocabularies have a quarter of it
 _READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 """Suffixes of the files that tokenizers and engines read in addition to the weights."""
 _FIRST_COMPARED_BYTES, _COMPARED_BYTES = 4096, 2**24
+_OF_ADAPTERS = frozenset({"base_layer", "lora_A", "lora_B", "modules_to_save"})
 _MERGING = "merge 1"  # increase it when the same names and files give other numbers
 _NOT_THERE = (" is missing", " is there", " is not there", " is gone", " weight shards without ")
 _NEVER_SERVED = (
@@ -151,15 +154,29 @@ def inspect_model_folder(
     made_by, notes = weights.made_by, weights.notes
     if made_by is not None:
         problems += filter(None, (irregular(described.files[name]) for name in present))
-    elif twice := _held_twice([described.files[name] for name in present], weights, problems):
-        made_by = INDEX_RECIPE
-        notes += (f"{ascii(twice[0])[1:-1]} is in several shards: the shard in {INDEX_NAME} counts",)
+    else:
+        names, twice = _names_in([described.files[name] for name in present], weights, problems)
+        plain, words = unwrapped(names)
+        if twice:
+            made_by = INDEX_RECIPE
+            notes += (f"{ascii(twice[0])[1:-1]} is in several shards: the shard in {INDEX_NAME} counts",)
+        if inside := next((name for name in names if _OF_ADAPTERS & set(name.split("."))), None):
+            problems.append(
+                f"{ascii(inside)[1:-1]} is of an adapter inside its base; save the result of PEFT's merge_and_unload"
+            )
+        elif words and len({*plain.values()}) == len(plain):
+            made_by = f"{PREFIX_RECIPE} {','.join(words)} 1"
+            notes += (
+                f"names of tensors hold {', '.join(words)} of a wrapper, which is left out while they are staged",
+            )
     return replace(
         described, problems=tuple(problems), weight_files=tuple(present), made_by=made_by, notes=described.notes + notes
     )
 
 
-def _held_twice(shards: Sequence[FileInfo], weights: Weights, problems: list[str]) -> list[str]:
+def _names_in(
+    shards: Sequence[FileInfo], weights: Weights, problems: list[str]
+) -> tuple[Collection[str], Sequence[str]]:
     holders: dict[str, list[str]] = {}
     before = len(problems)
     for file in shards:
@@ -181,7 +198,7 @@ def _held_twice(shards: Sequence[FileInfo], weights: Weights, problems: list[str
     ):
         named = ascii(", ".join(missing[:3]))[1:-1]
         problems.append(f"{INDEX_NAME} names {named}, which no shard holds; write the weights again")
-    return twice
+    return holders.keys(), twice
 
 
 def inspect_staged_folder(folder: Path) -> ModelFolder:

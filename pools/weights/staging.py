@@ -324,8 +324,8 @@ def _maker(recipe: str) -> Callable[[Making], None]:
     match recipe.partition(" ")[0]:
         case "pytorch_model.bin":
             from pools.weights.converting import convert_pickled as make
-        case "index":
-            from pools.weights.converting import follow_index as make
+        case "index" | "prefix":
+            from pools.weights.converting import rewrite_shards as make
         case unknown:
             raise AssertionError(f"no maker for {unknown}")
     return make
