@@ -234,10 +234,10 @@ def _labels_axis(labels: Sequence[str], *, left: float) -> tuple[dict[str, float
         return {}, []
     width = (_RIGHT - left) / len(labels)
     slots = {label: left + width * (number + 0.5) for number, label in enumerate(labels)}
-    every = math.ceil(_LABEL / 2 / width)
+    every = 1 if width >= 0.75 * _LABEL else math.ceil(1.2 * _LABEL / width)
     parts = [_line(f"M{left:.1f} {_TOP}V{_BOTTOM}H{_RIGHT}", _MUTED, 1)]
-    for label, place in list(slots.items())[::every]:
-        shown = _shortened(label, max(3, int(width * every / _CHARACTER)))
+    for label, place in list(slots.items())[::-every]:
+        shown = _shortened(label, max(3, int(width * every / 6.5)))
         parts.append(_text(shown, place, _BOTTOM + 20, anchor="middle", style="font-size: 12.5px"))
     return slots, parts
 

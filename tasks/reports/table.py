@@ -205,9 +205,13 @@ class Results:
     def named(self, column: Column) -> str:
         return f"{evaluator_title(column.evaluator)}: {column.label}" if len(self.evaluators) > 1 else column.label
 
-    def metrics(self, column: Column, *, labels: bool = True) -> list[Metric]:
-        shown = (checkpoint for checkpoint in self.checkpoints if labels or checkpoint.label is None)
-        outcomes = (self.outcome(checkpoint, column) for checkpoint in shown)
+    def labelled(self, column: Column) -> list[tuple[CheckpointReference, Metric]]:
+        """Returns the scores of checkpoints with a label."""
+        outcomes = ((each, self.outcome(each, column)) for each in self.checkpoints if each.label is not None)
+        return [(each, outcome.metric) for each, outcome in outcomes if outcome and outcome.metric]
+
+    def metrics(self, column: Column) -> list[Metric]:
+        outcomes = (self.outcome(checkpoint, column) for checkpoint in self.checkpoints)
         return [outcome.metric for outcome in outcomes if outcome and outcome.metric]
 
     def changes(self, column: Column) -> list[Change]:

@@ -11,7 +11,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+=@-]+")
 _CHARACTERS = 80
 _LAST = "final"
 
-Order = tuple[bool, int, bool, tuple[tuple[str, int], ...]]
+Order = tuple[int, int, tuple[tuple[str, int], ...]]
 """Sorts the checkpoints of a run."""
 
 
@@ -36,15 +36,16 @@ def place_in(folder: str) -> tuple[int, str | None] | None:
 
 
 def order_of(step: int, label: str | None) -> Order:
-    """Returns a sort key: steps first, then labels with their numbers in order, and `final` last."""
+    """Returns a sort key: steps first, then labels with numbers, such as epochs, by these, others, and `final` last."""
     parts = re.split(r"([0-9]{1,18})", label or "")
     numbers = tuple(zip(parts[::2], (*map(int, parts[1::2]), -1), strict=True))
-    return label is not None, step, label == _LAST, numbers
+    rank = 0 if label is None else 3 if label == _LAST else 1 if len(numbers) > 1 else 2
+    return rank, step, numbers
 
 
 def latest_of(orders: Iterable[Order]) -> Order | None:
     """Returns the sort key of the highest step; of the last label only if there is no step."""
-    return max(orders, key=lambda order: (not order[0], order), default=None)
+    return max(orders, key=lambda order: (order[0] == 0, order), default=None)
 
 
 def words_of(step: int, label: str | None) -> str:

@@ -18,7 +18,7 @@ from fakes.alerts import known_alert
 from fakes.broken_servers import broken_server
 from fakes.cells import make_cell
 from fakes.gcs import fake_gcs
-from fakes.records import make_metric
+from fakes.records import labelled, make_metric
 from fakes.wandb_files import read_offline_run
 from resources.environments.environments import ensure_environment
 from tasks.evaluators.lm_eval.environment import LM_EVAL
@@ -48,7 +48,7 @@ NUMBERS = {
 class Place:
     """A sink, and functions that read its content: `numbers` by training step, `everything` for comparisons.
 
-    `alerts` has for each alert its training step, the deviation of the value, and the text.
+    `alerts` has for each alert its training step, the deviation of the value, and the text; `values` the latest values.
     """
 
     sink: Sink
@@ -56,6 +56,7 @@ class Place:
     numbers: Callable[[], dict[int, dict[str, float]]]
     everything: Callable[[], Any]
     alerts: Callable[[], list[tuple[int, float, str]]] = list
+    values: Callable[[], dict[str, Any]] = dict
 
 
 @pytest.fixture
@@ -119,6 +120,7 @@ def wandb_place(folder: Path, refusing: str) -> Place:
         return {
             line["training_step"]: {name: line[name] for name in line if name in NUMBERS or name.startswith("cost/")}
             for line in lines
+            if "training_step" in line
         }
 
     return Place(
@@ -132,6 +134,7 @@ def wandb_place(folder: Path, refusing: str) -> Place:
             for line in run.history
             if "demo_facts/acc_alert" in line and "alert" in run.tags and run.alerts
         ],
+        lambda: {name: value for run in runs() for name, value in run.summary.items()},
     )
 
 
@@ -169,6 +172,7 @@ def mlflow_place(address: str, experiment: str, refusing: str) -> Place:
             if run.data.tags.get("alert") == "true"
             for metric in client.get_metric_history(run.info.run_id, "demo_facts/acc_alert")
         ],
+        lambda: {name: value for run in runs() for name, value in run.data.metrics.items()},
     )
 
 
@@ -222,6 +226,22 @@ def test_sink_shows_every_number_with_error_and_n_and_publishing_twice_is_the_sa
         name: (state.status, state.where) for name, state in first.items()
     }
     assert place.everything() == before
+
+
+@pytest.mark.parametrize("place", ["wandb", "mlflow"], indirect=True)
+def test_tracker_shows_a_label_as_a_value_of_its_own_name_and_on_no_curve(
+    place: Place, senders: Senders, tmp_path: Path
+):
+    for record, cell in (
+        make_cell(tmp_path / "evaluations"),
+        make_cell(tmp_path / "evaluations", record=labelled("best", 0.75)),
+    ):
+        assert publish_record(record, str(cell), (place.sink,), senders=senders)[place.sink.name].status == "published"
+    curve = {
+        step: numbers["demo_facts/acc"] for step, numbers in place.numbers().items() if "demo_facts/acc" in numbers
+    }
+    assert curve == {100: 0.5}
+    assert place.values()["best/demo_facts/acc"] == 0.75
 
 
 @pytest.mark.parametrize("linked", ["file", "attempt"])

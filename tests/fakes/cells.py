@@ -17,8 +17,8 @@ METRICS = (make_metric("demo_facts", 0.5), make_metric("demo_backwards", 0.25, n
 
 
 def make_cell(evaluation_path: Path, *, step: int = 100, questions: int = 3, **fields: Any) -> tuple[Record, Path]:
-    record = make_record(step=step, **{"metrics": METRICS, **fields})
-    cell = evaluation_path / record.checkpoint.run / f"step-{step}" / record.evaluator / record.cell
+    record = fields.pop("record", None) or make_record(step=step, **{"metrics": METRICS, **fields})
+    cell = evaluation_path / record.checkpoint.run / record.checkpoint.folder / record.evaluator / record.cell
     attempt = cell / record.attempt
     (attempt / "work").mkdir(parents=True)
     (attempt / "work" / "job.json").write_text('{"tasks": ["demo_facts"]}')

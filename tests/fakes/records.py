@@ -17,6 +17,7 @@ from tasks.records.details import Digests, MergedInput, MergeReference, cell_pla
 from tasks.records.provenance import versions
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState, write_record
 from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
+from tasks.spec.labels import slug_of
 
 FIRST = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -65,6 +66,16 @@ def make_metric(
     higher_is_better: bool | None = True,
 ) -> Metric:
     return Metric(benchmark=benchmark, name=name, value=value, stderr=stderr, n=n, higher_is_better=higher_is_better)
+
+
+def labelled(label: str, value: float = 0.5, *, run: str = "run-a", **others: Any) -> Record:
+    """Returns the record of a checkpoint that has a label in place of a step."""
+    record = make_record(step=0, run=run, metrics=(make_metric(value=value),), **others)
+    changes = {"name": f"{run}-{slug_of(label)}", "label": label, "digest": sha256(label.encode()).hexdigest()}
+    uri = f"checkpoints/{run}/{label.replace(' ', '_')}"
+    return renamed(
+        record.model_copy(update={"checkpoint": record.checkpoint.model_copy(update=changes | {"uri": uri})})
+    )
 
 
 def make_record(
@@ -155,7 +166,7 @@ def sealed(record: Record) -> Record:
 
 
 def cell_of(evaluation_path: Path | str, record: Record) -> str:
-    place = (record.checkpoint.run, f"step-{record.checkpoint.step}", record.evaluator, record.cell)
+    place = (record.checkpoint.run, record.checkpoint.folder, record.evaluator, record.cell)
     return storage.join(str(evaluation_path), *place)
 
 
