@@ -146,6 +146,8 @@ class Agent:
             if self._ingress is not None:
                 self._ingress.close()
             self._staging.close()
+            if self._held is not None:
+                self._held.release()
 
     def _obey(self) -> None:
         with self._obeying:

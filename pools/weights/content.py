@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from resources.errors import StorageError
@@ -44,7 +45,7 @@ def content_digest(file: FileInfo) -> bytes:
         return _hash_in_ranges(file).encode()
     path = storage.local_path(file.place).resolve()
     began, identity = time.time(), file_identity(path)
-    memory = settings().cache_dir / "digests" / hash_of(repr(identity).encode())
+    memory = _memory(identity)
     with suppress(OSError):  # it is missing, or belongs to another user
         return read_cached(memory)
     with os.fdopen(open_within(path), "rb") as content:
@@ -53,6 +54,27 @@ def content_digest(file: FileInfo) -> bytes:
         with suppress(StorageError):  # it only saves time
             storage.write_bytes(str(memory), digest)
     return digest
+
+
+@contextmanager
+def linking(*paths: Path) -> Iterator[None]:
+    """Keeps the cached digest of a file, the first path, known for all paths to it.
+
+    A hard link that is made or removed in the block changes a file's times, and would make its digest unknown.
+    """
+    known: tuple[tuple[int, ...], bytes] | None = None
+    with suppress(OSError):
+        identity = file_identity(paths[0])
+        known = identity[1:4], read_cached(_memory(identity))
+    yield
+    for path in paths:
+        with suppress(OSError, StorageError):
+            if known and (now := file_identity(path))[1:4] == known[0]:
+                storage.write_bytes(str(_memory(now)), known[1])
+
+
+def _memory(identity: tuple[str, int, int, int, int]) -> Path:
+    return settings().cache_dir / "digests" / hash_of(repr(identity).encode())
 
 
 def file_identity(path: Path) -> tuple[str, int, int, int, int]:

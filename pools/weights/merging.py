@@ -143,8 +143,10 @@ def merge_checkpoints(filling: Filling, *, hold_copy: Callable[[ModelFolder], Ho
     require_planned(uri, digest_model_folder(folder), filling.digests)
 
     def require_unchanged() -> None:
-        if _identities(folder) != read:
-            raise changed_since_planned(uri, "files of a checkpoint in it were written while it was computed")
+        if (now := _identities(folder)) != read:  # new links change times too, but not contents
+            if digest_model_folder(inspect_checkpoint(uri)) != filling.digests:
+                raise changed_since_planned(uri, "files of a checkpoint in it were written while it was computed")
+            read[:] = now
 
     with ExitStack() as held:
         inputs = [_on_this_machine(each, hold_copy, held) for each in folder.inputs]

@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from pools.weights.checkpoint_copy import (
     verify_small_files,
 )
 from pools.weights.content import file_identity
+from pools.weights.kept import hold_kept
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.making import Making, make_checkpoint, python_with_torch
 from pools.weights.merges import merge_of
@@ -117,9 +118,28 @@ class Staging:
         """Returns the checkpoint in a local folder: of links if it is local, else an existing or new copy.
 
         A merged checkpoint is computed, from copies of its remote inputs, which need additional space. Weights that no
-        engine reads are made into safetensors. If another
+        engine reads are made into safetensors. Kept files replace those of a local checkpoint; see `kept`. If another
         thread or process is copying already, waits for it. `digests` are those of the plan.
         """
+        kept, release_kept = hold_kept(uri, digests)
+        try:
+            staged = self._stage(kept, digests, on_progress)
+        except CheckpointError:
+            release_kept()
+            if kept == uri:
+                raise
+            staged = self._stage(uri, digests, on_progress)
+        except BaseException:
+            release_kept()
+            raise
+
+        def release() -> None:
+            staged.release()
+            release_kept()
+
+        return replace(staged, release=release)
+
+    def _stage(self, uri: str, digests: ModelDigests, on_progress: Progress | None) -> StagedFolder:
         try:
             if _is_linked(uri):
                 hold = self._hold_links(uri, digests)
@@ -167,6 +187,13 @@ class Staging:
 
         It is shared by all checkpoints with the same files, and never evicted; a damaged copy is copied again.
         """
+        kept, release_kept = hold_kept(uri, digests)
+        try:
+            return self._stage_small_files(kept, digests)
+        finally:
+            release_kept()
+
+    def _stage_small_files(self, uri: str, digests: ModelDigests) -> Path:
         merge, small = merge_of(uri), self._copies.folder / "small"
         uri = merge.locations[-1] if merge else uri
         target = small / hashlib.blake2b(f"{digests.tokenizer}{digests.config}".encode(), digest_size=16).hexdigest()

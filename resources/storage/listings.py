@@ -25,6 +25,8 @@ from resources.storage.regular_files import leads_out
 
 PAGE = 1000
 """Maximum number of objects in a page of Google's store."""
+KEPT_FOLDER = ".assay-kept"
+"""Name of folders with kept files of checkpoints, which no listing of a folder above them shows."""
 _ASKED = "nextPageToken,items(name,size,updated,md5Hash,crc32c)"
 _AT_ONCE = 8
 _GOOGLE = frozenset({"gs", "gcs"})
@@ -75,8 +77,8 @@ replaced, or when its target is written.
 def walk(path: str, *, within: str | None = None) -> Iterator[tuple[str, list[LocalFile]]]:
     """Yields each folder at or below a local folder with its direct files; links to folders are left out.
 
-    Temporary files of active writes, and folders that vanish during the walk, are left out. Links that lead out of
-    `within`, or of `path` if None, are not regular.
+    Temporary files of active writes, folders that vanish during the walk, and kept files are left out. Links that lead
+    out of `within`, or of `path` if None, are not regular.
     """
     files, folders = [], []
     within = within or path
@@ -84,7 +86,8 @@ def walk(path: str, *, within: str | None = None) -> Iterator[tuple[str, list[Lo
         for entry in entries:
             name = entry.name
             if entry.is_dir(follow_symlinks=False):
-                folders.append(entry.path)
+                if name != KEPT_FOLDER:
+                    folders.append(entry.path)
             elif not (name.startswith(".") and name.endswith(".partial")):
                 if entry.is_symlink():
                     files += _link(entry, within)

@@ -62,7 +62,8 @@ class PolicySuite(Serving, SuiteChoice):
         own = any(getattr(self, name) is not None for name in SERVING_WAYS)
         names = (*SERVING_WAYS, "pool_key_block")
         resources = self.resource_config if self.resource_config is not None else policy.resource_config
-        return {**{name: getattr(self if own else policy, name) for name in names}, "resource_config": resources}
+        serving = {name: getattr(self if own else policy, name) for name in names}
+        return {**serving, "resource_config": resources, "protect": self.protect and policy.protect}
 
 
 class Policy(Serving):

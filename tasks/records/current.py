@@ -151,7 +151,7 @@ def _labels(run: str, states: dict[str, set[tuple[str, str]]]) -> dict[str, str]
 
 _NO_SETTINGS = (
     "model_path", "model_name", "evaluation_path", "benchmarks_path", "timeout_seconds", "wandb_tags", "sinks", "evals",
-    "served_model_name", "discover_latest_checkpoint",
+    "served_model_name", "discover_latest_checkpoint", "protect",
 )  # fmt: skip
 _WORDS: dict[str, Callable[[Any], str]] = {
     "max_eval_instances": lambda value: "all questions" if value is None else f"limit {value:,}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +14,13 @@ from pools.engine.engines import with_engine_variables
 from pools.pool.access import PoolAccess
 from pools.pool.kept import access_to
 from pools.weights.architectures import language_config
+from pools.weights.kept import keep
+from pools.weights.layouts import inspect_again
 from pools.weights.merges import locations_of
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
 from resources.environments.environments import ensure_environment
-from resources.errors import BadInput
+from resources.errors import AssayError, BadInput
 from resources.storage import storage
 from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.checkpoints.checkpoint import Checkpoint
@@ -148,12 +151,36 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
             if fallback is not None:
                 cell = replace(cell, levanter_fallback=_cell(fallback[0], checkpoint, digests, fallback[1]))
             cells.append(cell)
+    cells = _with_kept_files(cells, checkpoints)
     _check_names(cells)
     done = sum(cell.done for cell in cells)
     if cells:
         count = how_many(len(cells), "cell")
         report_event(f"{count} wanted, {done} recorded already, {len(cells) - done} to evaluate")
     return cells
+
+
+def _with_kept_files(cells: Sequence[Cell], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
+    listings: dict[str, str] = {}
+    for checkpoint in checkpoints:
+        own = [cell for cell in cells if cell.reference.uri == checkpoint.uri]
+        wanted_by = [cell.uri for cell in own if not cell.settled and cell.config.protect]
+        if own and keep(own[0].folder, own[0].digests, wanted_by=wanted_by):
+            with suppress(AssayError):  # it is being removed
+                listings[checkpoint.uri] = listing_of(_inspected_again(checkpoint))
+
+    def listed(cell: Cell) -> Cell:
+        changed = {"listing": listings.get(cell.reference.uri, cell.reference.listing)}
+        fallback = cell.levanter_fallback
+        reference = cell.reference.model_copy(update=changed)
+        return replace(cell, reference=reference, levanter_fallback=fallback and listed(fallback))
+
+    return list(map(listed, cells)) if listings else list(cells)
+
+
+def _inspected_again(checkpoint: Checkpoint) -> Checkpoint:
+    inputs = tuple(map(_inspected_again, checkpoint.inputs))
+    return replace(checkpoint, folder=checkpoint.folder and inspect_again(checkpoint.folder), inputs=inputs)
 
 
 def _look_at_request(config: EvaluationConfig) -> None:

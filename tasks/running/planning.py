@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
+from pools.weights.kept import keeping
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.discovery import discover, layouts_for
-from tasks.prefect_server.progress import Event, Update, listening, report_event
+from tasks.prefect_server.progress import Event, Notice, Update, listening, report_event
 from tasks.running.cells import Cell, as_served, plan_cells
 from tasks.running.expected import Expected, with_expectations
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
@@ -77,12 +78,21 @@ def plan_checkpoints(
 
 @contextmanager
 def carrying_out(request: Request) -> Iterator[Plan]:
-    """Plans a request, and makes the plan known to the flow in the block, which reports its updates."""
+    """Plans a request, and makes the plan known to the flow in the block, which reports its updates.
+
+    The files of its checkpoints are kept until they are evaluated, or until the end of the block.
+    """
     updates: list[Update] = []
-    with listening(updates.append):
-        made = replace(plan(request), updates=updates)
-    token = _known.set((request, made))
-    try:
-        yield made
-    finally:
-        _known.reset(token)
+    with keeping(report_unprotected):
+        with listening(updates.append):
+            made = replace(plan(request), updates=updates)
+        token = _known.set((request, made))
+        try:
+            yield made
+        finally:
+            _known.reset(token)
+
+
+def report_unprotected(reason: str) -> None:
+    """Reports that a checkpoint could not be kept."""
+    report_event(f"checkpoints that their trainer removes now are gone, since they could not be kept: {reason}", Notice)

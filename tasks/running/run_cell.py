@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from prefect.runtime import flow_run
 
 from pools.endpoint import LocalCheckpoint, RunningModel
 from pools.weights.checkpoint_copy import require_planned
+from pools.weights.kept import hold_kept
 from pools.weights.layouts import inspect_again
 from pools.weights.merges import with_each_location
 from pools.weights.model_files import digest_model_folder
@@ -192,7 +194,13 @@ def _require_planned(cell: Cell) -> None:
             remedy="let nothing write there while they are evaluated, and run again: this makes a new plan",
         )
     if cell.config.native:  # pools check the files that they serve
-        require_planned(cell.folder.uri, digest_model_folder(inspect_again(cell.folder)), cell.digests)
+        uri, let_go = hold_kept(cell.folder.uri, cell.digests)
+        try:
+            require_planned(
+                cell.folder.uri, digest_model_folder(inspect_again(replace(cell.folder, uri=uri))), cell.digests
+            )
+        finally:
+            let_go()
 
 
 def _job_name(cell: Cell, harness: Harness) -> str:

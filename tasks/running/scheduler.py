@@ -12,6 +12,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from pools.engine.launch import Servable
+from pools.weights.kept import release
 from resources.errors import AssayError
 from resources.tracing import mark, span_of_requests
 from tasks.errors import RecordUnwritten
@@ -112,6 +113,7 @@ def _run_and_release(cell: Cell, run: RunResources, position: int, on_open: Call
             mark(failed=not state.is_completed())
     finally:
         run.native_jobs.forget(position)
+        release(cell.uri)
     if run.claimed is not None:
         run.claimed.release(cell)
     error = None if state.is_completed() else state.result(raise_on_failure=False)

@@ -143,6 +143,9 @@ class Serving(Config):
     """An OpenAI-compatible endpoint that serves the checkpoint, in place of a pool; ends in /v1."""
     resource_config: ResourceConfig | None = None
     """Resources of engines, and of evaluators that load the checkpoint themselves; this machine's CPU when unset."""
+    protect: bool = True
+    """Keep the files of a checkpoint until it is evaluated, though its trainer removes it: by hard links, or by copies
+    where its disk permits none."""
 
 
 SERVING_WAYS = ("pool_config", "pool_name", "base_url")

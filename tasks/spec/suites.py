@@ -245,7 +245,7 @@ def _serving(suite: Suite, request: SuiteRequest) -> dict[str, Any]:
 def _config(
     evaluation: SuiteEvaluation, request: SuiteRequest, served: dict[str, Any], *, suite: str
 ) -> EvaluationConfig:
-    shared = ("model_path", "model_name", "evaluation_path", "resource_config", "sinks")
+    shared = ("model_path", "model_name", "evaluation_path", "resource_config", "sinks", "protect")
     wished = ("max_eval_instances", "max_truncated", "max_at_limit", "apply_chat_template", "timeout_seconds")
     every = [(evaluation, name) for name in wished if name in SuiteEvaluation.model_fields]
     every += [(request, name) for name in wished]  # those of the request override those of the suite

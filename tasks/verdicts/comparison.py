@@ -32,7 +32,8 @@ from tasks.verdicts.statistics.paired import Adjustment, Finding, adjusted, comp
 SIGNIFICANT = 0.05
 """Adjusted p-value below which a difference is significant."""
 Verdict = Literal["better", "worse", "different", "no clear difference", "not tested"]
-_PLACES = ("model_path", "model_name", "evaluation_path", "benchmarks_path", "timeout_seconds", "wandb_tags", "sinks")
+_PLACES = ("model_path", "model_name", "evaluation_path", "benchmarks_path", "timeout_seconds", "wandb_tags", "sinks",
+           "protect")  # fmt: skip
 _SHOWN_DIFFERENCES = 12
 
 

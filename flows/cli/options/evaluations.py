@@ -106,6 +106,8 @@ class EvaluationOptions(ServedOptions):
     """AlpacaEval's configuration of the judge."""
     sinks: str | None = None
     """YAML file with sinks, where results are announced."""
+    protect: Annotated[bool, Parameter(negative="--no-protect")] = True
+    """Keep files of checkpoints until they are evaluated, by hard links or copies."""
     mlflow: bool = False
     """Show results in MLflow too: in mlruns next to the records."""
     mlflow_uri: str | None = None
@@ -247,6 +249,7 @@ def _content(options: EvaluationOptions, engines: PoolOptions) -> dict[str, Any]
         "pool_name": options.pool,
         "pool_key_block": options.pool_key_block,
         "apply_chat_template": True if engines.chat and served else None,
+        "protect": options.protect,
         "sinks": (*(sinks_in(options.sinks, None) or ()), *_mlflow(options)),
         **{name: share for name in _SHARES if (share := getattr(options, name)) is not None},
     }
