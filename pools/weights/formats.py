@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from resources.errors import IncompleteCheckpoint, StorageError
 from resources.storage import storage
+from resources.storage.hub import in_hub, place_of
 from resources.storage.storage import FileInfo
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -36,6 +37,7 @@ _WEIGHTS = (
 _MOST_NAMED = 3
 _LARGEST_HEADER_BYTES = 100_000_000  # limit of the safetensors format itself
 _CANNOT_BE_READ = "cannot be read"
+_NAMES_ON_HUB: dict[tuple[str, str, int], tuple[str, ...]] = {}  # by repository, path and size
 
 
 class Weights(NamedTuple):
@@ -193,6 +195,20 @@ def read_safetensors_header(file: FileInfo) -> dict[str, Tensor]:
             expected=f"a whole safetensors file {file.uri}", found=problem, remedy="copy or write the file again"
         )
     return tensors
+
+
+def tensor_names(file: FileInfo) -> Collection[str]:
+    """Returns the names of the parameters in a safetensors file, as `read_safetensors_header` does.
+
+    A commit on the hub is whole: of its files with a common path and size, only that of the first revision is read.
+    """
+    if not in_hub(file.uri):
+        return read_safetensors_header(file).keys()
+    place = place_of(file.uri)
+    key = place.repository, place.path, file.size
+    if key not in _NAMES_ON_HUB:
+        _NAMES_ON_HUB[key] = tuple(read_safetensors_header(file))
+    return _NAMES_ON_HUB[key]
 
 
 def _header_of(file: FileInfo) -> tuple[dict[str, Tensor], str | None]:

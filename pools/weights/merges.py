@@ -24,6 +24,7 @@ from typing import Literal, get_args
 
 from pools.weights.overrides import OVERRIDE, Override, override_of, quoted, unquoted, without_options
 from resources.errors import BadInput
+from resources.storage.hub import hub_location
 
 MergeKind = Literal["mean", "ema", "wsm", "interpolate"]
 """Ways to average checkpoints."""
@@ -189,6 +190,11 @@ def with_options(location: str, **options: str | None) -> str:
         return str(merge.with_locations(lambda each: with_options(each, **options)))
     given = {name: value for name, value in options.items() if value is not None}
     return str(replace(override_of(location) or Override(location), **given))
+
+
+def as_named(location: str) -> str:
+    """Returns a location that a user named, with each repository of the hub in it as `hf://owner/name`."""
+    return with_each_location(location, hub_location)
 
 
 def _source(part: str) -> Source:

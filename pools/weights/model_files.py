@@ -24,6 +24,7 @@ from pools.weights.formats import (
     irregular,
     read_json,
     read_safetensors_header,
+    tensor_names,
     unwrapped,
     weights_in,
 )
@@ -181,7 +182,7 @@ def _names_in(
     before = len(problems)
     for file in shards:
         try:
-            for tensor in read_safetensors_header(file):
+            for tensor in tensor_names(file):
                 holders.setdefault(tensor, []).append(storage.basename(file.uri))
         except CheckpointError as error:
             problems.append(error.found)

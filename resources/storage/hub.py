@@ -149,11 +149,14 @@ class HubFiles(AbstractFileSystem):
 
     def run(self, repository: str, belongs: Callable[[str], bool]) -> dict[str, dict[str, dict[str, Any]]]:
         """Returns the files of `main` and of each branch and tag of a run, by location and path."""
-        refs = self.refs(repository)
-        names = [name for name in refs if name == _MAIN or belongs(name)]
+        refs = self.refs_of_run(repository, belongs)
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            trees = threads.map(lambda name: self._tree(repository, refs[name]), names)
-            return {Place(repository, name, "").uri: tree for name, tree in zip(names, trees, strict=True)}
+            trees = threads.map(lambda ref: self._tree(repository, ref[1]), refs)
+            return {Place(repository, name, "").uri: tree for (name, _), tree in zip(refs, trees, strict=True)}
+
+    def refs_of_run(self, repository: str, belongs: Callable[[str], bool]) -> list[tuple[str, str]]:
+        """Returns name and commit of `main`, and of each branch and tag of a run."""
+        return [ref for ref in sorted(self.refs(repository).items()) if ref[0] == _MAIN or belongs(ref[0])]
 
     def find(self, path: str, *_: Any, detail: bool = False, **__: Any) -> Any:
         """Lists the files at or below a path, from the tree of its commit; folders are no entries."""
@@ -249,7 +252,9 @@ def _asked_refs(repository: str) -> dict[str, str]:
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
     with _reported(repository, _MAIN):  # as HfApi.list_repo_refs, which gives up at the first 429
-        answer = http_backoff("GET", f"{endpoint()}/api/models/{repository}/refs", headers=build_hf_headers())
+        answer = http_backoff(
+            "GET", f"{endpoint()}/api/models/{repository}/refs", headers=build_hf_headers(), max_retries=3
+        )
         hf_raise_for_status(answer)
         listed = answer.json()
     return {
@@ -349,7 +354,7 @@ def _reported(repository: str, revision: str, refs: Iterable[str] = ()) -> Itera
     from huggingface_hub import errors, get_token
 
     page = f"{endpoint()}/{repository}"
-    token = "a token of that account" if get_token() else "a token of that account, since no token is set here"
+    token = f"{'another' if get_token() else 'a'} token of an account that may read it"
     try:
         yield
     except errors.GatedRepoError:

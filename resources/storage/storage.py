@@ -64,8 +64,9 @@ def resolved(uri: str) -> str:
 
 
 def behind_link(uri: str) -> str:
-    """Returns the target of a location that is a link itself, or a name of MLflow (see `real_location`)."""
-    uri = real_location(uri) if in_mlflow(uri) else uri
+    """Returns the target of a location that is a link itself, a name of MLflow (see `real_location`), or a repository
+    of the hub (see `hub_location`)."""
+    uri = real_location(uri) if in_mlflow(uri) else hub.hub_location(uri)
     return resolved(uri) if is_local(uri) and local_path(uri).is_symlink() else uri
 
 
@@ -291,6 +292,12 @@ def list_run(uri: str, *, belongs: Callable[[str], bool]) -> list[FileInfo]:
     with reported(uri, "list"):
         trees = filesystem.run(hub.place_of(uri).repository, belongs)  # pyright: ignore[reportAttributeAccessIssue]
     return [file for place, tree in trees.items() for file in listings.described(place, tree.items())]
+
+
+def refs_of_run(uri: str, belongs: Callable[[str], bool]) -> list[tuple[str, str]]:
+    """Returns the names and commits of the branches and tags of a repository that `list_run` lists."""
+    filesystem, _ = _fresh(uri)
+    return filesystem.refs_of_run(hub.place_of(uri).repository, belongs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def matching_files(pattern: str) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from resources.storage import listings, storage
+from resources.storage import hub, listings, storage
 from resources.storage.listings import FileInfo
 
 
@@ -20,10 +20,11 @@ class Tree:
     files: Callable[[], Sequence[FileInfo]]
 
 
-def list_tree(uri: str, *, between: Sequence[str] = ()) -> Tree:
+def list_tree(uri: str, *, between: Sequence[str] = (), belongs: Callable[[str], bool] = lambda name: False) -> Tree:
     """Returns the state of all files below a location, with a single walk or listing.
 
-    `between` are locations below it, in order, that speed up the listing of a store: see `bucket_objects`.
+    `between` are locations below it, in order, that speed up the listing of a store: see `bucket_objects`. `belongs`
+    selects branches and tags of a repository of the hub, as in `list_run`.
     """
     if storage.is_local(uri) and storage.local_path(uri).is_dir():
         with storage.reported(uri, "list"):
@@ -31,6 +32,8 @@ def list_tree(uri: str, *, between: Sequence[str] = ()) -> Tree:
         for _, held in folders:
             held.sort()
         return Tree(_digest(uri, folders), lambda: listings.files_of_walk(uri, folders))
+    if hub.is_repository(uri):
+        return Tree(_digest(uri, storage.refs_of_run(uri, belongs)), lambda: storage.list_run(uri, belongs=belongs))
     objects = storage.bucket_objects(uri, between=between)
     if objects is not None:
         listed = [(item["name"], item.get("size"), item.get("md5Hash") or item.get("crc32c") or item.get("updated"))

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from pools.config import check_name, is_address
+from pools.weights.merges import as_named
 from resources.config import Config
 from resources.process_marks import acting_user
 from resources.storage import storage
@@ -72,7 +73,7 @@ class Policy(Serving):
     name: str
     """Name of the policy, in tags of records and in overrides."""
     runs: tuple[str, ...] = Field(min_length=1)
-    """Runs, or patterns such as gs://bucket/runs/llama-*."""
+    """Runs, or patterns such as gs://bucket/runs/llama-*; on the hub as owner/name."""
     checkpoints: tuple[CheckpointRule, ...] = (CheckpointRule(which="all"),)
     """Rules; a checkpoint is evaluated if any rule selects it."""
     final_step: int | None = Field(default=None, ge=0)
@@ -110,6 +111,11 @@ class Policy(Serving):
     @classmethod
     def _name_is_usable(cls, name: str) -> str:
         return check_name(name)
+
+    @field_validator("runs")
+    @classmethod
+    def _runs_on_the_hub_are_named(cls, runs: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(as_named, runs))
 
     @field_validator("suites", mode="before")
     @classmethod

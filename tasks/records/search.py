@@ -12,9 +12,10 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import get_args
 
-from pools.weights.merges import Merge, merge_of
+from pools.weights.merges import Merge, as_named, merge_of
 from resources.errors import BadInput, RecordStatus
 from resources.storage import storage
+from resources.storage.hub import in_hub
 from tasks.records.current import current_records, told_apart
 from tasks.records.details import CheckpointReference
 from tasks.records.record import RECORD_NAME, FoundRecord, Record, find_records, record_or_reason
@@ -127,8 +128,12 @@ def _meant_by(name: str, checkpoints: Sequence[CheckpointReference]) -> list[Che
         return [checkpoint for checkpoint in checkpoints if _is_made_so(checkpoint, merge, inputs)]
     run, _, place = name.rpartition("@")
     step = step_of(f"step-{place}")
-    there = run, folder_of(step or 0, place if step is None else None)
-    return [each for each in checkpoints if each.name == name or (not each.merge and (each.run, each.folder) == there)]
+    there, location = (run, folder_of(step or 0, place if step is None else None)), as_named(name)
+    return [
+        each
+        for each in checkpoints
+        if each.name == name or each.uri == location or (not each.merge and (each.run, each.folder) == there)
+    ]
 
 
 def _inputs(merge: Merge, checkpoints: Iterable[CheckpointReference]) -> list[tuple[str, int]]:
@@ -163,7 +168,7 @@ def _is_made_so(checkpoint: CheckpointReference, merge: Merge, inputs: Sequence[
 
 def _of_checkpoint(text: str, *, evaluation_path: str, find: Callable[[str], list[FoundRecord]]) -> list[FoundRecord]:
     cell = (storage.parent(text) if storage.basename(text) == RECORD_NAME else text) or "."
-    record = record_or_reason(cell)
+    record = record_or_reason(cell) if not in_hub(text) else None
     if isinstance(record, Record):
         return [FoundRecord(cell, record)]
     if record is not None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
-from pools.weights.merges import STEPS_PATTERN, Merge, MergeKind, Source, merge_of
+from pools.weights.merges import STEPS_PATTERN, Merge, MergeKind, Source, as_named, merge_of
 from resources.config import Config, JsonObject, ResourceConfig, TpuConfig
 from resources.tpu import largest_single_vm_slice
 from tasks.spec.evaluators import DEFAULT_EVALUATOR, AnyEvaluator, NativeOptions, OptionsKind, is_native, options_as
@@ -86,7 +86,9 @@ class MergeOptions(Config):
 
 
 def with_merge_named(values: Any) -> Any:
-    """Moves the merge of a request into its model_path, as the merge's name."""
+    """Moves the merge of a request into its model_path, as the merge's name; names repositories of the hub as such."""
+    if isinstance(values, dict) and isinstance(path := values.get("model_path"), str):
+        values = {**values, "model_path": as_named(path)}
     if not isinstance(values, dict) or values.get("merge") is None:
         return values
     if not isinstance(path := values.get("model_path"), str) or merge_of(path) is not None:
@@ -168,8 +170,8 @@ class Request(Serving, Asking):
     """The model to evaluate, and the places of records and results."""
 
     model_path: str
-    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs://, s3://, or in MLflow. Or
-    the name of a merged checkpoint, such as mean(runs/a@last:5)."""
+    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs://, s3://, in MLflow, or on
+    the hub as owner/name or owner/name@revision. Or the name of a merged checkpoint, such as mean(runs/a@last:5)."""
     merge: MergeOptions | None = None
     """An average of checkpoints of the run at model_path, evaluated in their place; model_path becomes its name."""
     evaluation_path: str = "evaluations"

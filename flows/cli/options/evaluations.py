@@ -17,6 +17,7 @@ from flows.cli.options.pools import (
     refuse_with_config,
     resources_asked,
 )
+from pools.weights.merges import as_named
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.records.provenance import place_in_git
@@ -267,7 +268,7 @@ def _mlflow(options: EvaluationOptions) -> list[dict[str, str]]:
             remedy="name a tracking server, or a folder of this machine: --mlflow-uri mlruns",
         )
     local_uri = storage.join(storage.parent(storage.absolute(output)), "mlruns")
-    experiment = options.name or name_of(options.model)[0]
+    experiment = options.name or name_of(as_named(options.model))[0]
     return [{"kind": "mlflow", "tracking_uri": place or local_uri, "experiment": experiment}]
 
 

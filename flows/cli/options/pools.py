@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 from cyclopts import Parameter, validators
 
+from pools.weights.merges import as_named
 from resources.errors import BadInput
 from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions
@@ -133,7 +134,7 @@ def pool_content(options: PoolOptions, *, model: str, name: str | None) -> dict[
     return {
         "resource_config": resources_asked(options),
         "model": {
-            "name": name or name_of(model)[0],
+            "name": name or name_of(as_named(model))[0],
             "engine_kwargs": dict(key_and_value("--engine", text) for text in options.engine),
             "apply_chat_template": options.chat,
         },

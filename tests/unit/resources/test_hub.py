@@ -129,9 +129,9 @@ def test_requests_that_are_too_many_are_sent_again_later(hub: FakeHub):
 @pytest.mark.parametrize(
     ("named", "state", "words"),
     [
-        ("acme/other", {}, ["acme/other", "check the name", "HF_TOKEN", "no token is set"]),
+        ("acme/other", {}, ["acme/other", "check the name", "HF_TOKEN to a token"]),
         ("acme/llama", {"private": {REPOSITORY}}, ["private", "HF_TOKEN"]),
-        ("acme/llama", {"gated": {REPOSITORY}}, ["terms", "/acme/llama", "HF_TOKEN", "no token is set"]),
+        ("acme/llama", {"gated": {REPOSITORY}}, ["terms", "/acme/llama", "HF_TOKEN to a token"]),
         ("acme/llama@step10", {}, ["step10", "did you mean step100"]),
     ],
 )

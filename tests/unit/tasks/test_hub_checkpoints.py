@@ -1,0 +1,121 @@
+"""Checkpoints on the hub, found, digested and staged by the real client from a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fakes.cli import invoke
+from fakes.hub import FakeHub, running_hub, use_hub
+from fakes.models import write_nano_llama
+from fakes.tokenizers import write_byte_tokenizer
+from pools.weights.merges import as_named
+from pools.weights.model_files import digest_model_folder
+from pools.weights.staging import Staging
+from resources.settings import settings
+from resources.storage.hub import HubFiles
+from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
+from tasks.checkpoints.run_snapshot import snapshot_run, with_digests
+from tasks.policies.policy import Policy
+from tasks.spec.evaluation import EvaluationConfig
+
+SERIES = "models/acme/series"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def model(folder: Path, seed: int) -> dict[str, bytes]:
+    return files_of(write_byte_tokenizer(write_nano_llama(folder / str(seed), seed=seed, shards=2)))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    settings.cache_clear()
+    first, second, other = (model(tmp_path / "made", seed) for seed in (1, 2, 3))
+    branches = {
+        "main": second,
+        "stage1-step1000-tokens4B": first,
+        "stage1-step2000-tokens8B": second,
+        "refs/tags/stage2-step1000-tokens1B": other,
+        "fix-readme": first,
+    }
+    with running_hub({"models/acme/alone": first}, {SERIES: branches}) as hub:
+        hub.retry_after = 0
+        use_hub(hub, monkeypatch, home=tmp_path / "hf")
+        HubFiles.clear_instance_cache()
+        yield hub
+    settings.cache_clear()
+
+
+def downloads(hub: FakeHub) -> list[str]:
+    return [request for request in hub.requests if request.startswith("GET /large/")]
+
+
+def only(uri: str) -> Checkpoint:
+    (checkpoint,) = find_checkpoints(uri)
+    return checkpoint
+
+
+def test_branches_and_tags_with_steps_are_series_of_a_run_and_are_planned_without_their_weights(hub: FakeHub):
+    checkpoints = find_checkpoints("acme/series")
+    assert [(each.name, each.uri.partition("@")[2]) for each in checkpoints] == [
+        ("series-stage1-1000", "stage1-step1000-tokens4B"),
+        ("series-stage2-1000", "stage2-step1000-tokens1B"),
+        ("series-stage1-2000", "stage1-step2000-tokens8B"),  # and main, which has the same content
+    ]
+    assert all(each.complete for each in checkpoints)
+    seen = with_digests("hf://acme/series", snapshot_run("hf://acme/series"), reference=None)
+    assert sorted(each.name for each in seen) == sorted(each.name for each in checkpoints)
+    digests = {digest_model_folder(each.folder).checkpoint for each in checkpoints if each.folder}
+    assert {each.digest for each in seen} == digests and len(digests) == 3
+    assert len(downloads(hub)) == 4  # header of each shard of a single revision, in two parts
+
+
+def test_a_run_that_has_not_changed_costs_a_request_and_a_new_branch_is_seen(hub: FakeHub):
+    before = snapshot_run("hf://acme/series")
+    HubFiles.clear_instance_cache()  # as in the next process
+    hub.requests.clear()
+    assert snapshot_run("hf://acme/series") == before and len(hub.requests) == 1
+    hub.revisions[SERIES]["stage1-step3000-tokens12B"] = hub.revisions[SERIES]["fix-readme"]
+    assert "series-stage1-3000" in [each.name for each in snapshot_run("hf://acme/series")]
+
+
+def test_a_copy_goes_on_where_it_was_broken_off_and_has_the_planned_digest(hub: FakeHub, tmp_path: Path):
+    checkpoint = only("acme/alone")
+    assert checkpoint.folder is not None
+    digests = digest_model_folder(checkpoint.folder)
+    with Staging(tmp_path / "staged", max_bytes=10**9) as staging, staging.stage(checkpoint.uri, digests) as staged:
+        names = sorted(path.name for path in staged.path.iterdir())
+        assert {name: (staged.path / name).read_bytes() for name in names} == {
+            name: hub.repositories["models/acme/alone"][name] for name in names
+        }
+    assert len(downloads(hub)) == 2
+    HubFiles.clear_instance_cache()
+    assert invoke(["checkpoints", "acme/alone"]).exit_code == 0 and len(downloads(hub)) == 2
+
+
+def test_a_file_that_was_cut_off_before_its_upload_is_named(hub: FakeHub):
+    files = hub.repositories["models/acme/alone"]
+    shard = next(name for name in files if name.endswith(".safetensors"))
+    files[shard] = files[shard][:-8]
+    assert shard in only("acme/alone").problems[0]
+
+
+@pytest.mark.parametrize(
+    ("named", "location"),
+    [
+        ("mean(acme/series@1000..2000)", "mean(hf://acme/series@1000..2000)"),
+        ("with(acme/alone, tokenizer=acme/tok@v1)", "with(hf://acme/alone, tokenizer=hf://acme/tok%40v1)"),
+        ("acme/series@stage1-step1000-tokens4B", "hf://acme/series@stage1-step1000-tokens4B"),
+    ],
+)
+def test_repositories_are_named_as_such_in_configurations_policies_and_merges(named: str, location: str):
+    config = {"model_path": named, "evals": [{"name": "demo_facts"}]}
+    assert EvaluationConfig.model_validate(config).model_path == location == as_named(location)
+    policy = {"name": "p", "runs": named, "suites": ["demo"], "evaluation_path": "gs://bucket/evaluations"}
+    assert Policy.model_validate(policy).runs == (location,)
