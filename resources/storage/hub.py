@@ -197,9 +197,10 @@ class HubFiles(AbstractFileSystem):
                 file.seek(start or 0)
                 return file.read(-1 if end is None else end - (start or 0))
         listed = self._trees.get((place.repository, commit), {}).get(place.path)
-        if listed is None or listed["size"] > _SMALL_BYTES:
+        whole = listed is not None and not start and (end is None or end >= listed["size"])
+        if listed is None or not whole or listed["size"] > _SMALL_BYTES:
             return _downloaded(place, commit, start, end)
-        return self._small_file(place, commit, listed)[start:end]
+        return self._small_file(place, commit, listed)
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> AbstractBufferedFile:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _HubFile(self, path, mode, size=self.info(path)["size"], **options)

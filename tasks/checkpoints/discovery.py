@@ -50,7 +50,8 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
         return [merged_checkpoint(merge, find_checkpoints)]
     options = override_of(path)
     path = storage.behind_link(without_options(path))  # the link may point elsewhere by the time an engine starts
-    files = checkpoint_files(path) if step_of(storage.basename(path)) is not None else storage.list_files(path)
+    alone = step_of(storage.basename(path)) is not None
+    files = checkpoint_files(path) if alone else storage.list_run(path, belongs=has_step)
     expected = "a folder: a checkpoint, or a run that holds checkpoints"
     if [file.uri for file in files] == [path] and not storage.is_folder(path):
         raise BadInput(expected=expected, found=f"{path} is a file", remedy="name the folder it lies in")
@@ -86,6 +87,11 @@ def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoin
     own = storage.behind_link(folder)
     by_place = {checkpoint.uri: checkpoint for checkpoint in checkpoints}
     return by_place.get(own) or by_place.get(storage.join(own, "hf"))
+
+
+def has_step(name: str) -> bool:
+    """Returns True for a branch or tag of a repository that is a checkpoint of its run."""
+    return step_of(name) is not None
 
 
 class Layouts(NamedTuple):

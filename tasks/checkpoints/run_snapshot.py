@@ -36,7 +36,7 @@ from resources.storage.mlflow_artifacts import in_mlflow, real_location
 from resources.storage.regular_files import read_cached
 from resources.storage.tree_signature import list_tree
 from tasks.checkpoints.checkpoint import Checkpoint, Inputs, Kind
-from tasks.checkpoints.discovery import layouts_in, not_exported
+from tasks.checkpoints.discovery import has_step, layouts_in, not_exported
 from tasks.checkpoints.frameworks import is_about_marks
 from tasks.spec.evaluation import digest_of
 from tasks.spec.labels import Order, order_of
@@ -149,7 +149,7 @@ def snapshot_run(
     remembered, options = _read_memory(uri, "checkpoints"), override_of(uri)
     rows = remembered.get("checkpoints", ())
     place = without_options(uri)
-    tree = list_tree(place, between=_marks(rows))
+    tree = list_tree(place, between=_marks(rows), belongs=has_step)
     held = {"reference": storage.list_files(reference)} if reference else {}
     signature = f"{tree.signature} {_listed_in(held)}"
     around = {folder: storage.list_folder(folder) for folder in remembered.get("around", ())}

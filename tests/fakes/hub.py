@@ -43,6 +43,8 @@ class FakeHub:
     """Entries in a page of a tree."""
     leaked: list[str] = field(default_factory=list)
     """Requests to the other host that carried a token."""
+    large_bytes: int = 0
+    """Bytes sent of files in large storage."""
     _commits: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
 
     def commit(self, repository: str, branch: str = "main") -> str:
@@ -191,6 +193,8 @@ def running_hub(
             part = content[int(first) : int(last) + 1 if last else None]
             headers = {**headers, "Content-Range": f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"}
             status, content = 206, part
+        if request.path.startswith("/large/") and request.method == "GET":
+            hub.large_bytes += len(content)
         return status, headers, content
 
     with http_server(answer) as hub.url:

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from fakes.cli import invoke
 from fakes.hub import FakeHub, running_hub, use_hub
 from fakes.models import write_nano_llama
 from fakes.tokenizers import write_byte_tokenizer
 from pools.weights.merges import as_named
 from pools.weights.model_files import digest_model_folder
 from pools.weights.staging import Staging
+from resources.errors import StorageError
 from resources.settings import settings
 from resources.storage.hub import HubFiles
 from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
-from tasks.checkpoints.run_snapshot import snapshot_run, with_digests
 from tasks.policies.policy import Policy
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -52,51 +51,29 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     settings.cache_clear()
 
 
-def downloads(hub: FakeHub) -> list[str]:
-    return [request for request in hub.requests if request.startswith("GET /large/")]
-
-
 def only(uri: str) -> Checkpoint:
     (checkpoint,) = find_checkpoints(uri)
     return checkpoint
-
-
-def test_branches_and_tags_with_steps_are_series_of_a_run_and_are_planned_without_their_weights(hub: FakeHub):
-    checkpoints = find_checkpoints("acme/series")
-    assert [(each.name, each.uri.partition("@")[2]) for each in checkpoints] == [
-        ("series-stage1-1000", "stage1-step1000-tokens4B"),
-        ("series-stage2-1000", "stage2-step1000-tokens1B"),
-        ("series-stage1-2000", "stage1-step2000-tokens8B"),  # and main, which has the same content
-    ]
-    assert all(each.complete for each in checkpoints)
-    seen = with_digests("hf://acme/series", snapshot_run("hf://acme/series"), reference=None)
-    assert sorted(each.name for each in seen) == sorted(each.name for each in checkpoints)
-    digests = {digest_model_folder(each.folder).checkpoint for each in checkpoints if each.folder}
-    assert {each.digest for each in seen} == digests and len(digests) == 3
-    assert len(downloads(hub)) == 4  # header of each shard of a single revision, in two parts
-
-
-def test_a_run_that_has_not_changed_costs_a_request_and_a_new_branch_is_seen(hub: FakeHub):
-    before = snapshot_run("hf://acme/series")
-    HubFiles.clear_instance_cache()  # as in the next process
-    hub.requests.clear()
-    assert snapshot_run("hf://acme/series") == before and len(hub.requests) == 1
-    hub.revisions[SERIES]["stage1-step3000-tokens12B"] = hub.revisions[SERIES]["fix-readme"]
-    assert "series-stage1-3000" in [each.name for each in snapshot_run("hf://acme/series")]
 
 
 def test_a_copy_goes_on_where_it_was_broken_off_and_has_the_planned_digest(hub: FakeHub, tmp_path: Path):
     checkpoint = only("acme/alone")
     assert checkpoint.folder is not None
     digests = digest_model_folder(checkpoint.folder)
-    with Staging(tmp_path / "staged", max_bytes=10**9) as staging, staging.stage(checkpoint.uri, digests) as staged:
-        names = sorted(path.name for path in staged.path.iterdir())
-        assert {name: (staged.path / name).read_bytes() for name in names} == {
-            name: hub.repositories["models/acme/alone"][name] for name in names
-        }
-    assert len(downloads(hub)) == 2
-    HubFiles.clear_instance_cache()
-    assert invoke(["checkpoints", "acme/alone"]).exit_code == 0 and len(downloads(hub)) == 2
+    before = hub.large_bytes
+
+    def break_off(here_bytes: int, total_bytes: int) -> None:
+        if here_bytes > total_bytes / 2:
+            raise InterruptedError("the connection is lost")
+
+    with Staging(tmp_path / "staged", max_bytes=10**9, range_bytes=4_000) as staging:
+        with pytest.raises(StorageError, match="run again: what arrived is kept"):
+            staging.stage(checkpoint.uri, digests, on_progress=break_off)
+        with staging.stage(checkpoint.uri, digests) as staged:
+            copied = files_of(staged.path)
+    weights = [name for name in copied if name.endswith(".safetensors")]
+    assert copied == {name: hub.repositories["models/acme/alone"][name] for name in copied} and len(weights) == 2
+    assert hub.large_bytes - before <= sum(len(copied[name]) for name in weights)  # each byte once
 
 
 def test_a_file_that_was_cut_off_before_its_upload_is_named(hub: FakeHub):
