@@ -9,6 +9,10 @@ class NoCheckpoints(CheckpointError):
     """A run has no complete checkpoint of the requested kind."""
 
 
+class SeveralSeries(BadInput):
+    """Several series of checkpoints lie below the folder, and none is named."""
+
+
 class UnknownBenchmark(BadInput):
     """The evaluator has no benchmark of that name."""
 

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from pools.weights.model_files import ModelFolder
 from resources.config import Config
 
-Kind = Literal["huggingface", "levanter", "dcp", "megatron"]
+Kind = Literal["huggingface", "levanter", "dcp", "megatron", "foreign"]
 """Layouts of checkpoints: Hugging Face's, which alone engines serve, Levanter's own, and those of other trainers."""
 SERVED: tuple[Kind, ...] = ("huggingface",)
 LOADED_NATIVELY: tuple[Kind, ...] = ("huggingface", "levanter")
@@ -26,7 +26,8 @@ it has a label: rules take all labels of a run or none."""
 class Checkpoint:
     """A discovered checkpoint; `problems` lists why it is incomplete. If merged, it has `inputs`; `uri` is a name.
     Where its path names no step, `step` is 0 and `label` says what it is, such as `best`, `final` or `epoch 2`; a run
-    that is a single folder has neither."""
+    that is a single folder has neither. `series` tells it apart from other series below the same folder; the name of
+    its run ends in it."""
 
     uri: str
     run: str
@@ -38,6 +39,7 @@ class Checkpoint:
     folder: ModelFolder | None = field(default=None, repr=False)
     inputs: tuple[Checkpoint, ...] = field(default=(), repr=False)
     label: str | None = None
+    series: str = ""
 
     @property
     def complete(self) -> bool:

@@ -23,11 +23,14 @@ from resources.storage.mlflow_artifacts import pinned
 from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Kind, first_at_multiples
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
-from tasks.errors import NoCheckpoints
+from tasks.checkpoints.naming import Named, Names, counted, names_below
+from tasks.errors import NoCheckpoints, SeveralSeries
 from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
-from tasks.spec.names import how_many, name_of, step_of
+from tasks.spec.labels import order_of
+from tasks.spec.names import how_many, name_of
+from tasks.spec.steps import is_export, step_of
 from tasks.spec.suites import SuiteRequest
 
 Request = TypeVar("Request", EvaluationConfig, SuiteRequest)
@@ -36,18 +39,26 @@ _MODEL_FILES = ("config.json", "adapter_config.json", "model.safetensors", INDEX
 _INCOMPLETE_POLL_SECONDS = 1.0
 _TOKENIZER_SECONDS = 30.0  # since the last write: trainers write the tokenizer after the weights, or never
 _SHARDED = "sharded"  # torchtitan's per-rank files, before they are consolidated in the parent folder
-_ARCHIVE = "checkpoints"  # folder of native checkpoints in training scripts, next to hf/
 
 
-def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: str | None = None) -> list[Checkpoint]:
-    """Returns every checkpoint at or below a path, complete or not, by step and then by modification time. `<path>` and
-    `<path>/hf` mean the same run; a link is resolved first. Lists the store once and reads each folder's headers.
-    `path`: a checkpoint, a run, or the name of a merged checkpoint of inputs in Hugging Face layout. `kinds`: layouts
-    that can be evaluated; others are incomplete. An export hides the native checkpoint of its step. `reference`: folder
-    with config and tokenizer for native checkpoints; when None, an export next to them. Raises BadInput if the path
-    does not exist or is a file, CheckpointError if the inputs of a merged checkpoint do not match."""
+def find_checkpoints(
+    path: str,
+    *,
+    kinds: Collection[Kind] = SERVED,
+    reference: str | None = None,
+    steps_from: str | None = None,
+    note: Callable[[str], object] = lambda _: None,
+) -> list[Checkpoint]:
+    """Returns every checkpoint at or below a path, complete or not, by step and then by modification time, labels
+    last. All are of the run that the path names; `<path>/hf` means the same run, and a link is resolved first.
+    Lists the store once and reads each folder's headers. `path`: a checkpoint, a run, or the name of a merged
+    checkpoint of inputs in Hugging Face layout. `kinds`: layouts that can be evaluated; others are incomplete. An
+    export hides the native checkpoint of its step. `reference`: folder with config and tokenizer for native
+    checkpoints; when None, an export next to them. `steps_from`: an expression for steps in place of the usual
+    words. `note`: is called with a sentence on each folder that is left out. Raises BadInput if the path does not
+    exist or is a file, CheckpointError if the inputs of a merged checkpoint do not match."""
     if (merge := merge_of(path)) is not None:
-        return [merged_checkpoint(merge, find_checkpoints)]
+        return [merged_checkpoint(merge, partial(find_checkpoints, steps_from=steps_from))]
     options = override_of(path)
     path = storage.behind_link(without_options(path))  # the link may point elsewhere by the time an engine starts
     alone = step_of(storage.basename(path)) is not None
@@ -58,14 +69,22 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     if not files and not storage.exists(path):
         raise not_there(expected, path, "check the path; in an object store, also that you may list it")
     layouts = layouts_in(files)
+    names = names_of(path, layouts, steps_from=steps_from)
     look = partial(_huggingface, options=options, marks=layouts.marks, files_in=KnownFiles(path, files))
-    checkpoints = [look(folder, held) for folder, held in layouts.exports]
+    exports = [(folder, held) for folder, held in layouts.exports if folder in names.by_folder]
+    found = {folder: look(folder, held, names.by_folder[folder]) for folder, held in exports}
+    models = {folder: made.folder for folder, made in found.items() if made.folder and made.complete}
+    names = counted(names, list(models), models.__getitem__)
+    checkpoints = [_named(found[folder], own) for folder, own in names.by_folder.items() if folder in found]
     if "levanter" not in kinds:
-        checkpoints += [_not_served(folder, held) for folder, held in layouts.native.items()]
+        natives = ((folder, held) for folder, held in layouts.native.items() if folder in names.by_folder)
+        checkpoints += [_not_served(folder, held, names.by_folder[folder]) for folder, held in natives]
         layouts = layouts._replace(native={})
-    complete = {checkpoint.step for checkpoint in checkpoints if checkpoint.complete}
-    candidates = [checkpoint.uri for checkpoint in checkpoints]
-    others = not_exported(layouts, candidates, complete, reference=reference, options=options)
+    for text in names.notes:
+        note(text)
+    exported = {(made.run, made.step) for made in checkpoints if made.complete and made.label is None}
+    candidates = [folder for folder, _ in layouts.exports]
+    others = not_exported(layouts, names, candidates, exported, reference=reference, options=options)
     checkpoints += [made for made, _ in others]
     if options is not None:
         checkpoints = [replace(checkpoint, uri=options.at(checkpoint.uri)) for checkpoint in checkpoints]
@@ -75,18 +94,18 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
             found=f"{how_many(len(files), 'file')}, none of a checkpoint" if files else "an empty folder",
             remedy="wait until the first checkpoint is written, or name the folder that holds the checkpoints",
         )
-    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
+    return sorted(checkpoints, key=lambda each: (order_of(each.step, each.label), each.modified, each.uri))
 
 
 def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoint | None:
-    """Returns the checkpoint in a folder, complete or not, or None. An export in `hf/` counts as the folder's."""
+    """Returns the checkpoint in a folder, complete or not, or None. An export within it counts as the folder's."""
     try:
         checkpoints = find_checkpoints(folder, kinds=kinds)
     except BadInput:
         return None
     own = storage.behind_link(folder)
-    by_place = {checkpoint.uri: checkpoint for checkpoint in checkpoints}
-    return by_place.get(own) or by_place.get(storage.join(own, "hf"))
+    inside = {each.uri: [part for part in each.uri.removeprefix(own).split("/") if part] for each in checkpoints}
+    return next((each for each in checkpoints if all(map(is_export, inside[each.uri]))), None)
 
 
 def has_step(name: str) -> bool:
@@ -121,33 +140,42 @@ def layouts_in(files: Iterable[FileInfo]) -> Layouts:
     return Layouts(exports, native, states, marks_in(folders))
 
 
+def names_of(path: str, layouts: Layouts, *, steps_from: str | None) -> Names:
+    """Names the checkpoints of a listing by the path that was listed."""
+    others = [*layouts.native, *(state.folder for state in layouts.states)]
+    return names_below(path, dict(layouts.exports), others, steps_from=steps_from)
+
+
 def not_exported(
     layouts: Layouts,
+    names: Names,
     candidates: Sequence[str],
-    complete: Collection[int],
+    complete: Collection[tuple[str, int]],
     *,
     reference: str | None,
     options: Override | None = None,
 ) -> Iterator[tuple[Checkpoint, Sequence[FileInfo]]]:
     """Yields native checkpoints and training states with their files, if their step has no complete export.
-    `candidates`: folders of exports; a training state around an export is not reported. `complete`: steps with a
-    complete export. `reference`: as in `find_checkpoints`. `options`: of the run, for its reference."""
+    `candidates`: folders of exports; a training state around an export is not reported. `complete`: runs and steps with
+    a complete export. `reference`: as in `find_checkpoints`. `options`: of the run, for its reference."""
     exports = Exports()
     natives = []
     for folder, held in layouts.native.items():
+        if (named := names.by_folder.get(folder)) is None:
+            continue
         described = reference or exports.export_for(folder)
         described = options.at(described) if options and described else described
-        checkpoint = _levanter(folder, held, reference=described)
-        if checkpoint.step not in complete:
+        checkpoint = _levanter(folder, held, named, reference=described)
+        if (checkpoint.run, checkpoint.step) not in complete:
             natives.append(folder)
             yield checkpoint, held
     holding = {*candidates, *natives}
     holding |= {storage.parent(folder) for folder in holding}
     for state in layouts.states:
-        if state.folder not in holding and step_of(storage.basename(state.folder)) not in complete:
+        named = names.by_folder.get(state.folder)
+        if named is not None and state.folder not in holding and (named.run, named.step) not in complete:
             modified = max(file.modified for file in state.files)
-            problems = (state.problem,)
-            yield Checkpoint(state.folder, *_native_name(state.folder), modified, state.kind, problems), state.files
+            yield _of(named, state.folder, modified, kind=state.kind, problems=(state.problem,)), state.files
 
 
 def _looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
@@ -165,6 +193,7 @@ def _native_folders(folders: Mapping[str, list[FileInfo]]) -> dict[str, list[Fil
         folder
         for folder, held in folders.items()
         if any(file.uri.endswith(("/metadata.json", "/manifest.ocdbt")) for file in held)
+        and not any(file.uri.endswith("/_METADATA") for file in held)  # of orbax
     }
     held_by: dict[str, list[FileInfo]] = defaultdict(list)
     for folder, held in folders.items() if marked else ():
@@ -184,37 +213,35 @@ def _upwards(folder: str) -> Iterator[str]:
         folder = folder.rpartition("/")[0]
 
 
-def _levanter(folder: str, files: Sequence[FileInfo], *, reference: str | None) -> Checkpoint:
-    run, name, step = _native_name(folder)
+def _of(named: Named, uri: str, modified: float, **more: Any) -> Checkpoint:
+    return Checkpoint(uri, named.run, named.name, named.step, modified, label=named.label, series=named.series, **more)
+
+
+def _named(checkpoint: Checkpoint, named: Named) -> Checkpoint:
+    return replace(checkpoint, run=named.run, name=named.name, step=named.step, label=named.label, series=named.series)
+
+
+def _levanter(folder: str, files: Sequence[FileInfo], named: Named, *, reference: str | None) -> Checkpoint:
     held, held_step = inspect_native_folder(folder, files, reference=reference)
-    if held_step is not None and held_step != step:
-        name, step = f"{run}-{held_step}", held_step
-    return Checkpoint(folder, run, name, step, held.modified, "levanter", held.problems, held)
+    if held_step is not None and held_step != named.step:
+        named = replace(named, step=held_step, label=None, alone=False)
+    return _of(named, folder, held.modified, kind="levanter", problems=held.problems, folder=held)
 
 
-def _not_served(folder: str, files: Sequence[FileInfo]) -> Checkpoint:
+def _not_served(folder: str, files: Sequence[FileInfo], named: Named) -> Checkpoint:
     problem = (
         "a native Levanter checkpoint: export it to Hugging Face format to serve it, or evaluate it with "
         "levanter_lm_evaluation_harness"
     )
-    modified = max(file.modified for file in files)
-    return Checkpoint(folder, *_native_name(folder), modified, "levanter", (problem,))
-
-
-def _native_name(folder: str) -> tuple[str, str, int]:
-    parent, last = storage.parent(folder), storage.basename(folder)
-    if step_of(last) is not None and storage.basename(parent) == _ARCHIVE:  # of `$RUN`, too
-        return name_of(storage.join(storage.parent(parent), last))
-    return name_of(folder)
+    return _of(named, folder, max(file.modified for file in files), kind="levanter", problems=(problem,))
 
 
 def _huggingface(
-    folder: str, files: Sequence[FileInfo], *, options: Override | None, marks: Marks, files_in: FilesIn
+    folder: str, files: Sequence[FileInfo], named: Named, *, options: Override | None, marks: Marks, files_in: FilesIn
 ) -> Checkpoint:
-    run, name, step = name_of(folder)
     held = inspect_model_folder(options.at(folder) if options else folder, files, files_in=files_in)
     problems = (*held.problems, *marks.missing(folder, files))
-    return Checkpoint(folder, run, name, step, held.modified, problems=problems, folder=held)
+    return _of(named, folder, held.modified, problems=problems, folder=held)
 
 
 @step(task_run_name="look at {path}")
@@ -232,13 +259,39 @@ def discover(
     `find_checkpoints`."""
     deadline = clock() + selection.wait_for_incomplete_seconds
     while True:
-        checkpoints = find_checkpoints(path, kinds=kinds, reference=reference)
+        notes: list[str] = []
+        found = find_checkpoints(
+            path, kinds=kinds, reference=reference, steps_from=selection.steps_from, note=notes.append
+        )
+        checkpoints = of_series(found, selection.series, path)
         incomplete = [checkpoint for checkpoint in checkpoints if not checkpoint.complete]
         waiting_helps = any(checkpoint.kind in kinds and not _lacks_tokenizer(checkpoint) for checkpoint in incomplete)
         if not waiting_helps or clock() >= deadline:
             break
         sleep(_INCOMPLETE_POLL_SECONDS)
+    for text in notes:
+        report_event(text)
     return select(complete_among(checkpoints, path, on_left_out=report_event), selection)
+
+
+def of_series(checkpoints: Sequence[Checkpoint], series: str | None, path: str) -> list[Checkpoint]:
+    """Returns the checkpoints of a series below a path; raises SeveralSeries if there are several and none is named.
+    `series`: its name, or `.` for the checkpoints that are in none of the others."""
+    complete = [checkpoint for checkpoint in checkpoints if checkpoint.complete] or checkpoints
+    names = sorted({checkpoint.series or "." for checkpoint in complete})
+    if series is None and len(names) > 1:
+        raise SeveralSeries(
+            expected=f"checkpoints of a single series below {path}",
+            found=f"{how_many(len(names), 'series')}: {', '.join(names)}",
+            remedy=f"evaluate each by itself: {' or '.join(f'--series {name}' for name in names)}",
+        )
+    if series is not None and series not in names and merge_of(path) is None:
+        raise NoCheckpoints(
+            expected=f"checkpoints of the series {series} below {path}",
+            found=f"the series {', '.join(names)}",
+            remedy="correct --series (series), or leave it out",
+        )
+    return [checkpoint for checkpoint in checkpoints if series in (None, checkpoint.series or ".")]
 
 
 def _lacks_tokenizer(checkpoint: Checkpoint) -> bool:
@@ -302,21 +355,24 @@ def complete_among(every: Sequence[Checkpoint], path: str, *, on_left_out: Calla
 
 
 def select(complete: Sequence[Checkpoint], selection: CheckpointSelection) -> list[Checkpoint]:
-    """Returns the selected checkpoints; `complete` must be in order of step."""
+    """Returns the selected checkpoints; `complete` must be in order of step, those with a label last. Rules by number
+    select no label, and `latest` and `first` only if there is no step."""
+    stepped = [checkpoint for checkpoint in complete if checkpoint.label is None]
     if selection.which != "all":
-        return [complete[-1] if selection.which == "latest" else complete[0]]
+        return [(stepped or complete)[-1 if selection.which == "latest" else 0]]
     if selection.steps:
-        missing = sorted(set(selection.steps) - {checkpoint.step for checkpoint in complete})
+        missing = sorted(set(selection.steps) - {checkpoint.step for checkpoint in stepped})
         if missing:
             raise NoCheckpoints(
                 expected=f"complete checkpoints of steps {', '.join(map(str, selection.steps))}",
                 found=f"none of {', '.join(map(str, missing))}; there are "
-                + ", ".join(str(checkpoint.step) for checkpoint in complete),
+                + ", ".join(checkpoint.label or str(checkpoint.step) for checkpoint in complete),
                 remedy="correct the steps, or wait until they are written",
             )
-        return [checkpoint for checkpoint in complete if checkpoint.step in selection.steps]
+        return [checkpoint for checkpoint in stepped if checkpoint.step in selection.steps]
     every = selection.every_n_steps
     if every is None:
         return list(complete)
-    steps = first_at_multiples({checkpoint.step for checkpoint in complete}, every) | {complete[-1].step}
-    return [checkpoint for checkpoint in complete if checkpoint.step in steps]
+    steps = first_at_multiples({checkpoint.step for checkpoint in stepped}, every)
+    steps |= {checkpoint.step for checkpoint in stepped[-1:]}
+    return [checkpoint for checkpoint in stepped if checkpoint.step in steps]

@@ -16,14 +16,15 @@ a checkpoint without it is incomplete. Sources:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
 from resources.errors import StorageError
 from resources.storage import storage
 from resources.storage.listings import FileInfo
-from tasks.spec.names import step_of
+from tasks.checkpoints.foreign import how_exported, is_foreign
+from tasks.spec.steps import step_of
 
 _MARKS = {"STABLE": "prime-rl", ".complete": "miles"}
 _BROADCASTS = "broadcasts"
@@ -126,7 +127,7 @@ class TrainingState:
 
     folder: str
     files: Sequence[FileInfo]
-    kind: Literal["dcp", "megatron"]
+    kind: Literal["dcp", "megatron", "foreign"]
     problem: str
 
 
@@ -134,7 +135,7 @@ def training_states(folders: Folders) -> list[TrainingState]:
     """Returns the checkpoints of torch.distributed.checkpoint and of Megatron in a listing, complete or not."""
     parts: dict[str, list[str]] = {}
     for folder, files in folders.items():
-        if any(file.uri.endswith((_SHARD, _LEGACY)) for file in files):
+        if any(file.uri.endswith((_SHARD, _LEGACY)) or is_foreign(storage.basename(file.uri)) for file in files):
             parts.setdefault(_root(folder, folders), []).append(folder)
     return [
         _state(root, [file for part in {root, *shards} for file in folders.get(part, ())])
@@ -144,8 +145,8 @@ def training_states(folders: Folders) -> list[TrainingState]:
 
 def _root(folder: str, folders: Folders) -> str:
     parent = storage.parent(folder)
-    if step_of(storage.basename(folder)) is not None:
-        return folder
+    if step_of(storage.basename(folder)) is not None:  # DeepSpeed's global_stepN lies in transformers' checkpoint-N
+        return parent if step_of(storage.basename(parent)) is not None else folder
     return parent if step_of(storage.basename(parent)) is not None or _of_nemo(parent, folders) else folder
 
 
@@ -154,6 +155,8 @@ def _of_nemo(folder: str, folders: Folders) -> bool:
 
 
 def _state(root: str, files: Sequence[FileInfo]) -> TrainingState:
+    if words := how_exported(root, [file.uri for file in files], export=_export_of(root)):
+        return TrainingState(root, files, "foreign", words)
     names = {file.uri.removeprefix(f"{root}/") for file in files}
     files_of = {name.rpartition("/")[2] for name in names}
     megatron = bool(_place_of_iterations(root)) or not files_of.isdisjoint(("metadata.json", "run_config.yaml"))
@@ -167,7 +170,7 @@ def _state(root: str, files: Sequence[FileInfo]) -> TrainingState:
 
 
 def _remedy(root: str, names: set[str]) -> str:
-    export = storage.join(_run_of(root), "hf", storage.basename(root))
+    export = _export_of(root)
     bridge = (
         f"./scripts/conversion/convert.sh export --executor local --device cpu --hf-model MODEL --megatron-path {root} "
         f"--hf-path {export}"
@@ -200,6 +203,11 @@ def _remedy(root: str, names: set[str]) -> str:
             f"accelerate merge-weights {storage.join(root, shards[0])} {export}, "
             f"and copy config.json and the tokenizer from {root}; or train with FULL_STATE_DICT as state_dict_type"
         )
+    if any(name.startswith("model_and_optim/") for name in names):
+        return (
+            "a checkpoint of OLMo-core; export it: python src/examples/huggingface/convert_checkpoint_to_hf.py "
+            f"-i {root} -o {export}"
+        )
     return (
         "a checkpoint of torch.distributed.checkpoint; export it, as torchtitan does: python "
         f"scripts/checkpoint_conversion/convert_to_hf.py {root} {export} --hf_assets_path ASSETS --model_name NAME "
@@ -208,13 +216,16 @@ def _remedy(root: str, names: set[str]) -> str:
     )
 
 
-def _run_of(root: str) -> str:
+def _export_of(root: str) -> str:
     place = storage.parent(root)
-    return storage.parent(place) if storage.basename(place) == "checkpoints" else place
+    run = storage.parent(place) if storage.basename(place) == "checkpoints" else place
+    return storage.join(run, "hf", storage.basename(root))
 
 
-def only_state(folder: str, files: Sequence[FileInfo], states: Collection[str]) -> bool:
+def only_state(folder: str, files: Sequence[FileInfo], states: Set[str]) -> bool:
     """Returns True if a folder belongs to a training state and is no export, which has weights or is called `hf`."""
-    if folder not in states and storage.parent(folder) not in states:
+    parent = storage.parent(folder)
+    if states.isdisjoint((folder, parent, storage.parent(parent))):
         return False
-    return storage.basename(folder) != "hf" and not any(file.uri.endswith(".safetensors") for file in files)
+    weights = (".safetensors", "/pytorch_model.bin", "/pytorch_model.bin.index.json")
+    return storage.basename(folder) != "hf" and not any(file.uri.endswith(weights) for file in files)

@@ -18,7 +18,7 @@ from resources.storage import storage
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.errors import NoCheckpoints
 from tasks.records.details import MergedInput, MergeReference
-from tasks.spec.names import in_few_words, name_of
+from tasks.spec.names import in_few_words, name_of_merge
 
 _COPIED_BYTES = 2**24
 
@@ -32,8 +32,9 @@ def merged_checkpoint(merge: Merge, find: Callable[[str], Sequence[Checkpoint]])
             found=f"{in_few_words(checkpoint.name for checkpoint in inputs)} in {merge}",
             remedy="name more steps, or evaluate the checkpoint itself",
         )
-    uri = str(Merge.of_folders(merge.kind, [checkpoint.uri for checkpoint in inputs], merge.parameter))
-    run, name, step = name_of(uri)
+    resolved = Merge.of_folders(merge.kind, [checkpoint.uri for checkpoint in inputs], merge.parameter)
+    run, name, step = name_of_merge(resolved, [(each.run, each.name, each.step) for each in inputs])
+    uri = str(resolved)
     problems = tuple(f"{checkpoint.name}: {problem}" for checkpoint in inputs for problem in checkpoint.problems)
     merged = Checkpoint(uri, run, name, step, max(each.modified for each in inputs), "huggingface", problems)
     folders = [checkpoint.folder for checkpoint in inputs if checkpoint.folder is not None]

@@ -11,7 +11,7 @@ from pools.weights.merges import Merge
 from tasks.checkpoints.checkpoint import SERVED, Inputs
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, listing_of_inputs
 from tasks.records.index import Evaluated, RunRecords
-from tasks.spec.names import name_of
+from tasks.spec.names import name_of_merge
 
 _MEAN = re.compile(r".+-(\d+)-to-(\d+)-mean([2-9]|\d{2,})(-[0-9a-f]{6})?")
 
@@ -29,8 +29,10 @@ def with_means(checkpoints: Sequence[SeenCheckpoint], inputs: Iterable[Inputs]) 
 
 def _mean(candidates: Sequence[Sequence[SeenCheckpoint]]) -> SeenCheckpoint:
     inputs = [first for first, *_ in candidates]
-    uri = str(Merge.of_folders("mean", [checkpoint.uri for checkpoint in inputs]))
-    _, name, step = name_of(uri)
+    merge = Merge.of_folders("mean", [checkpoint.uri for checkpoint in inputs])
+    runs = [seen.name.removesuffix(f"-{seen.step}") for seen in inputs]
+    _, name, step = name_of_merge(merge, [(run, seen.name, seen.step) for run, seen in zip(runs, inputs, strict=True)])
+    uri = str(merge)
     others = [checkpoint for checkpoint in inputs if checkpoint.kind not in SERVED]
     problems = [f"{seen.name}: {'; '.join(seen.problems)}" for seen in inputs if seen.problems]
     problems += [

@@ -26,7 +26,7 @@ from pools.weights.model_files import (
     inspect_model_folder,
     small_files,
 )
-from pools.weights.overrides import Override, override_of, without_options
+from pools.weights.overrides import override_of, without_options
 from pools.weights.tokenizers import TOKENIZER_FILES, FilesIn, KnownFiles, described_by
 from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import settings
@@ -36,8 +36,9 @@ from resources.storage.mlflow_artifacts import in_mlflow, real_location
 from resources.storage.regular_files import read_cached
 from resources.storage.tree_signature import list_tree
 from tasks.checkpoints.checkpoint import Checkpoint, Inputs, Kind
-from tasks.checkpoints.discovery import has_step, layouts_in, not_exported
+from tasks.checkpoints.discovery import has_step, layouts_in, names_of, not_exported
 from tasks.checkpoints.frameworks import is_about_marks
+from tasks.checkpoints.naming import counted
 from tasks.spec.evaluation import digest_of
 from tasks.spec.labels import Order, order_of
 from tasks.spec.names import name_of
@@ -47,7 +48,7 @@ _RANGES = 8  # ranges of names, in which a known run is listed in parallel
 _FILES_OF_A_CHECKPOINT = 4  # at least
 _SIZES_DIFFER = frozenset({*TOKENIZER_FILES, "tokenizer_config.json", "merges.txt"})  # only their presence matters
 _ALIKE = frozenset({"config.json", INDEX_NAME})  # judged by their content, which usually is the same in all checkpoints
-_FORMAT = 3
+_FORMAT = 4
 _GLOB = frozenset("*?[")
 
 
@@ -55,7 +56,7 @@ _GLOB = frozenset("*?[")
 class SeenCheckpoint:
     """A checkpoint as a listing shows it: `listing` changes with any of its files, `problems` lists why it is
     incomplete, `digest` is set by `with_digests` only, `merged` are the steps of a merged checkpoint's inputs, `label`
-    is as in `Checkpoint`."""
+    and `series` are as in `Checkpoint`."""
 
     uri: str
     name: str
@@ -66,6 +67,7 @@ class SeenCheckpoint:
     digest: str | None = None
     merged: Inputs = ()
     label: str | None = None
+    series: str = ""
 
     @property
     def inputs(self) -> Inputs:
@@ -141,17 +143,22 @@ def _folders(pattern: str) -> list[str]:
 
 
 def snapshot_run(
-    uri: str, *, reference: str | None = None, evaluated: Callable[[str, str], bool] = lambda name, listing: False
+    uri: str,
+    *,
+    reference: str | None = None,
+    steps_from: str | None = None,
+    evaluated: Callable[[str, str], bool] = lambda name, listing: False,
 ) -> list[SeenCheckpoint]:
-    """Returns every checkpoint of a run, by step; empty before the first is written. Native checkpoints are left out if
-    their step has a complete export. `uri`: the run. `reference`: as in `find_checkpoints`. `evaluated`: returns True
-    if the checkpoint of that name was evaluated with that listing, and so was complete."""
-    remembered, options = _read_memory(uri, "checkpoints"), override_of(uri)
+    """Returns every checkpoint of a run, by step, labels last; empty before the first is written. Native checkpoints
+    are left out if their step has a complete export. `uri`: the run. `reference` and `steps_from`: as in
+    `find_checkpoints`. `evaluated`: returns True if the checkpoint of that name was evaluated with that listing, and so
+    was complete."""
+    remembered = _read_memory(uri, "checkpoints")
     rows = remembered.get("checkpoints", ())
     place = without_options(uri)
     tree = list_tree(place, between=_marks(rows), belongs=has_step)
     held = {"reference": storage.list_files(reference)} if reference else {}
-    signature = f"{tree.signature} {_listed_in(held)}"
+    signature = f"{tree.signature} {_listed_in(held)} {steps_from or ''} "
     around = {folder: storage.list_folder(folder) for folder in remembered.get("around", ())}
     began = time.time()
     # a native checkpoint's reference may lie outside of this listing
@@ -161,7 +168,9 @@ def snapshot_run(
     known = {(row[0], row[4]): tuple(row[5]) for row in rows if not any(map(is_about_marks, row[5]))}
     files = tree.files()
     files_in = KnownFiles(place, files)
-    listed = _judged(files, known, reference=reference, evaluated=evaluated, options=options, files_in=files_in)
+    listed = _judged(
+        uri, files, known, reference=reference, steps_from=steps_from, evaluated=evaluated, files_in=files_in
+    )
     unsettled = _unsettled(listed, files, since=began - SETTLED_SECONDS)
     settled = [checkpoint for checkpoint in listed if checkpoint.uri not in unsettled]
     _remember(uri, "" if unsettled else signature + _listed_in(files_in.others), settled, around=[*files_in.others])
@@ -192,17 +201,24 @@ def _marks(rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def _judged(
+    uri: str,
     files: Sequence[FileInfo],
     known: Mapping[tuple[str, str], tuple[str, ...]],
     *,
     reference: str | None,
+    steps_from: str | None,
     evaluated: Callable[[str, str], bool],
-    options: Override | None,
     files_in: KnownFiles,
 ) -> list[SeenCheckpoint]:
     layouts = layouts_in(files)
+    options = override_of(uri)
     named = options.at if options else str
-    listed = [_listed(named(folder), held, files_in) for folder, held in layouts.exports]
+    names = names_of(without_options(uri), layouts, steps_from=steps_from)
+    listed = [
+        _listed(named(folder), held, names.by_folder[folder].name, files_in)
+        for folder, held in layouts.exports
+        if folder in names.by_folder
+    ]
     verdicts = dict(known)
     unmarked: dict[tuple[str, str], tuple[str, ...]] = {}
     for checkpoint in listed:
@@ -212,18 +228,34 @@ def _judged(
             unmarked[checkpoint.state] = missing
     verdicts |= _verdicts(listed, verdicts)
     verdicts |= {state: (*verdicts[state], *missing) for state, missing in unmarked.items()}
+    by_folder = {without_options(each.uri): each for each in listed}
+    complete = [folder for folder, each in by_folder.items() if not verdicts[each.state]]
+    names = counted(names, complete, lambda folder: by_folder[folder].model())
     checkpoints = [
-        SeenCheckpoint(each.uri, each.name, each.step, "huggingface", each.listing, verdicts[each.state])
+        SeenCheckpoint(
+            each.uri,
+            own.name,
+            own.step,
+            "huggingface",
+            each.listing,
+            verdicts[each.state],
+            None,
+            (),
+            own.label,
+            own.series,
+        )
         for each in listed
+        if (own := names.by_folder.get(without_options(each.uri))) is not None
     ]
-    exported = {checkpoint.step for checkpoint in checkpoints if checkpoint.complete}
+    kept = [own for folder in complete if (own := names.by_folder.get(folder)) is not None]
+    exported = {(own.run, own.step) for own in kept if own.label is None}
     candidates = [folder for folder, _ in layouts.exports]
-    for other, held in not_exported(layouts, candidates, exported, reference=reference, options=options):
-        names = {file.uri.removeprefix(f"{other.uri}/"): file for file in held}
-        listing = listing_digest(names, reference=other.folder.reference if other.folder else None)
-        uri = named(other.uri)
-        checkpoints.append(SeenCheckpoint(uri, other.name, other.step, other.kind, listing, other.problems))
-    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.uri))
+    for other, held in not_exported(layouts, names, candidates, exported, reference=reference, options=options):
+        files_of = {file.uri.removeprefix(f"{other.uri}/"): file for file in held}
+        listing = listing_digest(files_of, reference=other.folder.reference if other.folder else None)
+        seen = SeenCheckpoint(named(other.uri), other.name, other.step, other.kind, listing, other.problems)
+        checkpoints.append(replace(seen, label=other.label, series=other.series))
+    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.order, checkpoint.uri))
 
 
 class _Listed(NamedTuple):
@@ -232,15 +264,17 @@ class _Listed(NamedTuple):
     files: Mapping[str, FileInfo]
     files_in: FilesIn
     name: str
-    step: int
     listing: str
 
     @property
     def state(self) -> tuple[str, str]:
         return self.uri, self.listing
 
+    def model(self) -> ModelFolder:
+        return inspect_model_folder(self.uri, self.held, files_in=self.files_in)
+
     def problems(self) -> tuple[str, ...]:
-        return inspect_model_folder(self.uri, self.held, files_in=self.files_in).problems
+        return self.model().problems
 
     def shape(self) -> frozenset[tuple[str, int | str]]:
         entries: list[tuple[str, int | str]] = []
@@ -254,9 +288,9 @@ class _Listed(NamedTuple):
         return frozenset(entries)
 
 
-def _listed(uri: str, held: Sequence[FileInfo], files_in: FilesIn) -> _Listed:
+def _listed(uri: str, held: Sequence[FileInfo], name: str, files_in: FilesIn) -> _Listed:
     files = described_by(uri, {storage.basename(file.uri): file for file in held}, files_in).files
-    return _Listed(uri, held, files, files_in, *name_of(uri)[1:], listing_digest(files))
+    return _Listed(uri, held, files, files_in, name, listing_digest(files))
 
 
 def _verdicts(
@@ -335,8 +369,8 @@ def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:
 
 def _remember(uri: str, signature: str, checkpoints: Sequence[SeenCheckpoint], *, around: Sequence[str]) -> None:
     rows = [
-        (checkpoint.uri, checkpoint.name, checkpoint.step, checkpoint.kind, checkpoint.listing, checkpoint.problems)
-        for checkpoint in checkpoints
+        (seen.uri, seen.name, seen.step, seen.kind, seen.listing, seen.problems, seen.label, seen.series)
+        for seen in checkpoints
     ]
     _write_memory(uri, "checkpoints", {"signature": signature, "checkpoints": rows, "around": around})
 
@@ -360,5 +394,5 @@ def _write_memory(uri: str, kind: str, content: Mapping[str, Any]) -> None:
 
 
 def _from_row(row: Sequence[Any]) -> SeenCheckpoint:
-    uri, name, step, kind, listing, problems = row
-    return SeenCheckpoint(uri, name, step, kind, listing, tuple(problems))
+    uri, name, step, kind, listing, problems, label, series = row
+    return SeenCheckpoint(uri, name, step, kind, listing, tuple(problems), label=label, series=series)

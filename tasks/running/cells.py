@@ -25,6 +25,7 @@ from resources.storage import storage
 from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.merged import merge_reference
+from tasks.checkpoints.naming import way_out
 from tasks.checkpoints.run_snapshot import listing_of
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted, SinkFailed
 from tasks.evaluators.early import WantedEarly
@@ -222,11 +223,11 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
         name for name, times in Counter(_name(config, checkpoint) for checkpoint in checkpoints).items() if times > 1
     ]
     if twice:
-        places = ", ".join(checkpoint.uri for checkpoint in checkpoints if _name(config, checkpoint) == twice[0])
+        places = [checkpoint.uri for checkpoint in checkpoints if _name(config, checkpoint) == twice[0]]
         raise BadInput(
             expected=f"a single checkpoint of each name below {config.model_path}",
-            found=f"{twice[0]} at {places}",
-            remedy="evaluate the runs separately: name the folder of each as model_path",
+            found=f"{twice[0]} at {', '.join(places)}",
+            remedy=way_out(config.model_path, places),
         )
     if config.served_model_name is not None and len(checkpoints) > 1:
         raise BadInput(

@@ -17,6 +17,7 @@ from resources.tpu import largest_single_vm_slice
 from tasks.spec.evaluators import DEFAULT_EVALUATOR, AnyEvaluator, NativeOptions, OptionsKind, is_native, options_as
 from tasks.spec.names import in_few_words, name_of
 from tasks.spec.sinks import Sinks
+from tasks.spec.steps import check_expression
 
 
 class EvalTaskConfig(Config):
@@ -110,6 +111,11 @@ class CheckpointSelection(Config):
     """Only these training steps; a step without a complete checkpoint is an error."""
     every_n_steps: int | None = Field(default=None, ge=1)
     """Keep only the first step at or past each multiple of this number, and the last step."""
+    steps_from: str | None = None
+    """A regular expression with a group around the step, searched in the paths of checkpoints below the run, such as
+    step(\\d+)-tokens; or tokens, or epoch. The number behind the last word for a step when unset."""
+    series: str | None = None
+    """Only this series of checkpoints, where several lie below the run, and . for those in none of the others."""
     wait_for_incomplete_seconds: float = Field(default=0.0, ge=0)
     """Longest wait for checkpoints that are still being written."""
 
@@ -130,6 +136,11 @@ class CheckpointSelection(Config):
         if len(rules) > 1:
             raise ValueError(f"expected a single rule for checkpoints, found {' and '.join(rules)}: remove others")
         return self
+
+    @field_validator("steps_from")
+    @classmethod
+    def _steps_from_is_an_expression(cls, steps_from: str | None) -> str | None:
+        return steps_from if steps_from is None else check_expression(steps_from)
 
 
 class Serving(Config):

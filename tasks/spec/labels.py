@@ -20,7 +20,7 @@ def slug_of(label: str) -> str:
     slug = _NOT_IN_NAMES.sub("-", label)[:_CHARACTERS]
     if slug == label.replace(" ", "-"):
         return slug
-    return f"{slug}-{hashlib.blake2b(label.encode(), digest_size=3).hexdigest()}"
+    return f"{slug}-{hashlib.blake2b(label.encode(errors='backslashreplace'), digest_size=3).hexdigest()}"
 
 
 def folder_of(step: int, label: str | None) -> str:

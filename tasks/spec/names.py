@@ -7,54 +7,73 @@ import re
 import secrets
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from pools.weights.merges import Merge, locations_of, merge_of
 from pools.weights.overrides import override_of, without_options
 from resources.errors import BadInput
 from resources.storage import storage
+from tasks.spec.steps import Stepped, is_export, is_place, step_in, step_of
 
 _NUMBERED = re.compile(r"^models:/+([^/@]+)/(\d+)(?=/|$)")
 _REGISTERED = re.compile(r"^models:/+([^/@]+)[@/]([^/]+)")
 _OF_RUN = re.compile(r"^runs:/+([^/]+)/?")
 _RUN_ID = re.compile("[0-9a-f]{32}")
-_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?([0-9]{1,18})")  # more digits are no step
-
-
-def step_of(component: str) -> int | None:
-    """Returns the training step in a folder name such as step-2000, checkpoint-500 or global_step_10."""
-    match = _STEP.fullmatch(component)
-    return int(match.group(1)) if match else None
 
 
 def name_of(uri: str) -> tuple[str, str, int]:
-    """Returns run, checkpoint name and step of a path: `$RUN/hf/step-$N` is the checkpoint `$RUN-$N` of `$RUN`.
-    `$RUN/step-$N` and an export within it, `$RUN/step-$N/hf`, are the same. A folder without a step is a run of its own
-    at step 0. Names of MLflow run artifacts end in the first 8 digits of the run's id, since all are called `model`;
+    """Returns run, checkpoint name and step of a path: `$RUN/hf/step-$N` is the checkpoint `$RUN-$N` of `$RUN`, and so
+    are `$RUN/step-$N` and an export within it; see `tasks.spec.steps`. A folder without a step is a run of its own at
+    step 0. Names of MLflow run artifacts end in the first 8 digits of the run's id, since all are called `model`;
     `models:/llama/3` is the run `llama-v3`. A merged checkpoint has run and step of its last input, or only its run's
     name while its steps are unresolved."""
     if (merge := merge_of(uri)) is not None:
-        return _name_of_merge(merge)
-    uri = without_options(uri)
-    uri = _OF_RUN.sub(r"/\1/artifacts/", _REGISTERED.sub(r"/\1-\2", _NUMBERED.sub(r"/\1-v\2", uri)))
-    absolute = uri if uri.startswith("/") else storage.absolute(uri)
-    local = absolute.split("://", 1)[1] if "://" in absolute else absolute
-    parts = [part for part in local.split("/") if part not in ("", ".")]
-    if len(parts) > 1 and parts[-1] == "hf" and step_of(parts[-2]) is not None:
-        parts = parts[:-1]
-    step = step_of(parts[-1]) if parts else None
-    if step is not None:
-        parts = parts[:-1]
-    if parts and parts[-1] == "hf":
-        parts = parts[:-1]
+        return name_of_merge(merge, [name_of(location) for location in merge.locations])
+    parts = parts_of(uri)
+    direct = _direct(parts)
+    parts, stepped = parts[: direct.run], direct.stepped
     run = re.sub(r"[^A-Za-z0-9._+=@-]", "-", parts[-1] if parts else "").lstrip("._+=@-") or "model"
+    if stepped is not None and stepped.series:
+        run = f"{run}-{stepped.series}" if without_options(uri).startswith("hf://") else stepped.series
     ids = [part[:8] for part, folder in pairwise(parts) if folder == "artifacts" and _RUN_ID.fullmatch(part)]
     if ids:
         run = f"{run}-{ids[-1]}" if parts[-1] != "artifacts" else ids[-1]
-    return run, (f"{run}-{step}" if step is not None else run), step or 0
+    return run, (f"{run}-{stepped.step}" if stepped is not None else run), stepped.step if stepped is not None else 0
 
 
-def _name_of_merge(merge: Merge) -> tuple[str, str, int]:
-    named = [name_of(location) for location in merge.locations]
+def parts_of(uri: str) -> list[str]:
+    """Returns the parts of a location's path, in which MLflow's names are the folders of their artifacts, and a
+    revision on the hub is a folder of its repository."""
+    uri = without_options(uri)
+    uri = _OF_RUN.sub(r"/\1/artifacts/", _REGISTERED.sub(r"/\1-\2", _NUMBERED.sub(r"/\1-v\2", uri)))
+    uri = uri.replace("@", "/", 1) if uri.startswith("hf://") and step_of(uri.partition("@")[2]) is not None else uri
+    absolute = uri if uri.startswith("/") else storage.absolute(uri)
+    local = absolute.split("://", 1)[1] if "://" in absolute else absolute
+    return [part for part in local.split("/") if part not in ("", ".")]
+
+
+class _Direct(NamedTuple):
+    """Numbers of parts of a path up to the run's folder, and up to the folder of the step; and the step."""
+
+    run: int
+    own: int
+    stepped: Stepped | None
+
+
+def _direct(parts: Sequence[str]) -> _Direct:
+    own = len(parts)
+    while own and is_export(parts[own - 1]):
+        own -= 1
+    stepped = step_in(parts[own - 1 : own], above=parts[own - 2] if own > 1 else "") if own else None
+    own = own if stepped is not None else len(parts)
+    run = own - (stepped is not None)
+    while run > 1 and is_place(parts[run - 1]) and (parts[run - 1] == "hf" or parts[run - 2] != "artifacts"):
+        run -= 1
+    return _Direct(run, own, stepped)
+
+
+def name_of_merge(merge: Merge, named: Sequence[tuple[str, str, int]]) -> tuple[str, str, int]:
+    """Returns run, name and step of a merged checkpoint, by run, name and step of each of its inputs."""
     run, _, last = named[-1]
     if any(source.steps for source in merge.sources):
         return run, run, 0
@@ -78,10 +97,7 @@ def in_steps(steps: Sequence[int]) -> str:
 
 def run_folder_of(uri: str) -> str:
     """Returns the folder of a checkpoint's run, without step and `hf`; for a merged checkpoint, of its last input."""
-    folder = _without_export(locations_of(uri)[-1])
-    if step_of(storage.basename(folder)) is not None:
-        folder = storage.parent(folder)
-    return storage.parent(folder) if storage.basename(folder) == "hf" else folder
+    return _folders_of(locations_of(uri)[-1])[0]
 
 
 def place_of(uri: str) -> str:
@@ -90,13 +106,15 @@ def place_of(uri: str) -> str:
         return str(merge.with_locations(place_of))
     if (override := override_of(uri)) is not None:
         return override.at(place_of(override.location))
-    return storage.join(run_folder_of(uri), storage.basename(_without_export(uri)))
+    run, own = _folders_of(uri)
+    return storage.join(run, storage.basename(own))
 
 
-def _without_export(uri: str) -> str:
-    folder = (uri if uri.startswith("/") else storage.absolute(uri)).rstrip("/")
-    inside = storage.basename(folder) == "hf" and step_of(storage.basename(storage.parent(folder))) is not None
-    return storage.parent(folder) if inside else folder
+def _folders_of(uri: str) -> tuple[str, str]:
+    own = (uri if uri.startswith("/") else storage.absolute(without_options(uri))).rstrip("/")
+    parts = own.split("/")
+    direct = _direct(parts)
+    return "/".join(parts[: direct.run]), "/".join(parts[: direct.own])
 
 
 def in_few_words(names: Iterable[str]) -> str:

@@ -57,7 +57,10 @@ def test_two_checkpoints_with_the_same_name_are_refused_with_their_places(tmp_pa
     with pytest.raises(BadInput, match="run-a-100 at") as caught:
         plan_cells.fn([config(run, tmp_path / "out")], find_checkpoints(str(run)))
     assert str(run / "hf" / "step-100") in caught.value.found
-    assert "evaluate the runs separately" in caught.value.remedy
+    expression = caught.value.remedy.partition("--steps-from '")[2].partition("'")[0]
+    [taken] = find_checkpoints(str(run), steps_from=expression)
+    assert taken.uri in caught.value.remedy and taken.name == "run-a-100"
+    plan_cells.fn([config(run, tmp_path / "out")], [taken])
 
 
 def test_name_that_records_have_of_another_checkpoint_is_refused_with_both_places(tmp_path: Path) -> None:

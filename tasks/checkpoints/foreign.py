@@ -1,0 +1,58 @@
+"""Checkpoints that no engine loads, by their files, and the command with which their framework exports them.
+
+Sources: GPT-NeoX (EleutherAI/gpt-neox, tools/ckpts/convert_neox_to_hf.py); DeepSpeed (`zero_to_fp32.py`, which it
+copies next to a checkpoint); verl (volcengine/verl 17321c5, verl/model_merger); MaxText on orbax
+(AI-Hypercomputer/maxtext ca70e6c, MaxText/utils/ckpt_conversion/to_huggingface.py); litgpt (`litgpt
+convert_from_litgpt`); llm-foundry on composer (mosaicml/llm-foundry, scripts/inference/convert_composer_to_hf.py);
+OLMo-core (allenai/OLMo-core c26f97d, src/examples/huggingface/convert_checkpoint_to_hf.py); Lightning; llama.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from resources.storage import storage
+
+_FOREIGN = {
+    r"layer_\d+-model_\d+-model_states\.pt": "a checkpoint of GPT-NeoX; export it: python "
+    "tools/ckpts/convert_neox_to_hf.py --input_dir {root} --config_file CONFIG --output_dir {export}",
+    r"model_world_size_\d+_rank_\d+\.pt": "shards of verl; export them: python -m verl.model_merger merge --backend "
+    "fsdp --local_dir {folder} --target_dir {folder}/merged_hf; or train with hf_model in checkpoint.save_contents",
+    r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(?:optim|model)_states\.pt|mp_rank_\d+_model_states\.pt": "a "
+    "checkpoint of DeepSpeed; export it: python {root}/zero_to_fp32.py {root} {export} --safe_serialization, and copy "
+    "config.json and the tokenizer there; or train with stage3_gather_16bit_weights_on_model_save",
+    r"_METADATA|_CHECKPOINT_METADATA": "a checkpoint of orbax; if MaxText wrote it, export it: python -m "
+    "MaxText.utils.ckpt_conversion.to_huggingface CONFIG model_name=NAME load_parameters_path={folder} "
+    "base_output_directory={export}",
+    r"lit_model\.pth": "a checkpoint of litgpt; export it: litgpt convert_from_litgpt {root} {export}, rename its "
+    "model.pth to pytorch_model.bin, and copy config.json and the tokenizer of its base there",
+    r"ep\d+-ba\d+-rank\d+\.pt": "a checkpoint of composer; export it with llm-foundry: python "
+    "scripts/inference/convert_composer_to_hf.py --composer_path {file} --hf_output_path {export}; or train with its "
+    "callback hf_checkpointer",
+    r".*\.ckpt": "a checkpoint of Lightning; load it in your training code, and export it: "
+    "model.save_pretrained('{export}')",
+    r".*\.gguf": "GGUF, a format of llama.cpp; evaluate the checkpoint that it was made from",
+}
+_EVERY = re.compile("|".join(f"(?:{pattern})" for pattern in _FOREIGN))
+
+
+def is_foreign(name: str) -> bool:
+    """Returns True for the name of a file that only a training framework, or llama.cpp, loads."""
+    return _EVERY.fullmatch(name) is not None
+
+
+def how_exported(root: str, files: Iterable[str], *, export: str) -> str | None:
+    """Returns what a checkpoint is and how it is exported; None if none of its files says so.
+
+    Args:
+        root: its folder.
+        files: the locations of its files.
+        export: the folder to export it to.
+    """
+    by_name = {storage.basename(file): file for file in sorted(files, reverse=True)}
+    for pattern, words in _FOREIGN.items():
+        for name, file in by_name.items():
+            if re.fullmatch(pattern, name):
+                return words.format(root=root, folder=storage.parent(file), file=file, export=export)
+    return None

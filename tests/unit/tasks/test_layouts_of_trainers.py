@@ -1,0 +1,254 @@
+"""Folders as training frameworks write them: run, steps, labels and series, and what is left out, in words."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from fakes.models import write_checkpoint, write_safetensors
+from tasks.checkpoints.discovery import find_checkpoints
+from tasks.checkpoints.run_snapshot import snapshot_run
+
+WHOLE, OTHER, THIRD = "whole", "whole 7", "whole 8"
+"""A complete checkpoint; its weights are those of its step, or of that number."""
+
+
+class Row(NamedTuple):
+    """What lies below the run, by folder (N: 100 and 200; a list names files); the names of its complete checkpoints
+    without the run's; words on those that are none; and words on what is left out."""
+
+    folders: Mapping[str, str | tuple[str, ...]]
+    complete: str
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    steps_from: str | None = None
+
+
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json")
+DESCRIBED = ("config.json", "tokenizer.json", "tokenizer_config.json")
+DCP = ("model_and_optim/.metadata", "model_and_optim/__0_0.distcp", ".metadata.json", "train/rank0.pt")
+ZERO = ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt")
+
+ROWS: dict[str, Row] = {
+    "1 transformers": Row({"checkpoint-N": WHOLE}, "100 200"),
+    "2 final save": Row({"checkpoint-N": WHOLE, ".": OTHER}, "100 200 final"),
+    "2 final save with its step": Row(
+        {"checkpoint-N": WHOLE, ".": OTHER, "trainer_state.json": '{"global_step": 250}'}, "100 200 250"
+    ),
+    "2 step of the final save in the last checkpoint": Row(
+        {"checkpoint-N": WHOLE, ".": OTHER, "checkpoint-200/trainer_state.json": '{"global_step": 200}'},
+        "100 200 final",
+    ),
+    "2 best model saved with the last step": Row(
+        {"checkpoint-N": WHOLE, ".": OTHER, "trainer_state.json": '{"global_step": 200}'}, "100 200 final"
+    ),
+    "3 final save equal": Row(
+        {"checkpoint-N": WHOLE, ".": "whole 200"}, "100 200", notes=("its content is that of {run}/checkpoint-200",)
+    ),
+    "4 temporary": Row({"checkpoint-100": WHOLE, "tmp-checkpoint-200": WHOLE}, "100", notes=("still writing",)),
+    "5 merged beside": Row({"checkpoint-N": WHOLE, "merged": OTHER}, "100 200 merged"),
+    "6 merged inside": Row({"checkpoint-N/merged": WHOLE, "checkpoint-N": ADAPTER}, "100 200", notes=("an export of",)),
+    "7 ms-swift": Row(
+        {"v0-2024/checkpoint-N": WHOLE, "v1-2025/checkpoint-N": WHOLE},
+        "v0-2024-100 v1-2025-100 v0-2024-200 v1-2025-200",
+    ),
+    "8 ms-swift merges": Row({"v0-2024/checkpoint-N-merged": WHOLE}, "100 200"),
+    "9 torchtune": Row({"epoch_0": WHOLE, "epoch_1": OTHER}, "epoch-0 epoch-1", notes=("--steps-from 'epoch'",)),
+    "9 torchtune by epoch": Row({"epoch_0": WHOLE, "epoch_1": OTHER}, "0 1", steps_from="epoch"),
+    "10 torchtitan": Row({"checkpoint/step-N": WHOLE}, "100 200"),
+    "11 litgpt": Row({"step-00000100": WHOLE}, "100"),
+    "12 OLMo": Row({"stepN-unsharded-hf": WHOLE, "latest-unsharded-hf": "whole 200"}, "100 200"),
+    "12 OLMo, later": Row({"stepN-unsharded-hf": WHOLE, "latest-unsharded-hf": OTHER}, "100 200 latest"),
+    "13 OLMo-core": Row({"stepN": DCP, "stepN-hf": WHOLE}, "100 200"),
+    "14 OLMo-core alone": Row({"stepN": DCP}, "", ("convert_checkpoint_to_hf.py -i {run}/step100 -o",)),
+    "15 open-instruct": Row({"out": OTHER, "out_checkpoints/step_N": WHOLE}, "100 200 out"),
+    "16 llm-foundry": Row({"huggingface/baN": WHOLE}, "100 200"),
+    "17 NeMo 2": Row({"hf/llama--val_loss=1.20-step=N-consumed_samples=800.0": WHOLE}, "100 200"),
+    "18 NeMo-RL": Row(
+        {
+            "step_N/policy/weights/model/consolidated": "no tokenizer",
+            "step_N/policy/tokenizer": ("tokenizer.json", "tokenizer_config.json"),
+            "step_N/policy/optimizer": (".metadata", "__0_0.distcp"),
+        },
+        "100 200",
+    ),
+    "19 NeMo-RL, written": Row(
+        {"step_100/policy/hf": WHOLE, "tmp_step_200/policy/hf": WHOLE}, "100", notes=("still writing",)
+    ),
+    "20 Megatron-Bridge": Row(
+        {"iter_0000100/hf": WHOLE, "iter_0000200/hf": WHOLE, "latest_checkpointed_iteration.txt": "200"}, "100 200"
+    ),
+    "21 DeepSpeed": Row({"global_stepN": WHOLE}, "100 200"),
+    "22 DeepSpeed inside": Row({"checkpoint-N": WHOLE, "checkpoint-N/global_stepN": ZERO}, "100 200"),
+    "23 ZeRO-3": Row(
+        {"checkpoint-N": (*DESCRIBED, "zero_to_fp32.py", "latest"), "checkpoint-N/global_stepN": ZERO},
+        "",
+        ("python {run}/checkpoint-100/zero_to_fp32.py {run}/checkpoint-100",),
+    ),
+    "24 GPT-NeoX": Row(
+        {"global_stepN": ("layer_00-model_00-model_states.pt", "mp_rank_00_model_states.pt")},
+        "",
+        ("convert_neox_to_hf.py --input_dir {run}/global_step100",),
+    ),
+    "25 accelerate": Row({"checkpoint_0": WHOLE, "checkpoint_1": OTHER}, "0 1", notes=("count",)),
+    "26 verl": Row(
+        {"global_step_N/actor/huggingface": WHOLE, "global_step_N/critic/huggingface": OTHER},
+        "100 200",
+        notes=("critic",),
+    ),
+    "27 verl, default": Row(
+        {
+            "global_step_N/actor/huggingface": DESCRIBED,
+            "global_step_N/actor": ("model_world_size_8_rank_0.pt", "optim_world_size_8_rank_0.pt"),
+            "global_step_N": ("data.pt",),
+        },
+        "",
+        ("python -m verl.model_merger merge --backend fsdp --local_dir {run}/global_step_100/actor",),
+    ),
+    "28 verl, merged": Row({"global_step_N/actor/merged_hf": WHOLE}, "100 200"),
+    "29 OpenRLHF": Row({"global_stepN_hf": WHOLE, "_actor/global_step100": (ZERO[1],)}, "100 200"),
+    "30 prime-rl": Row(
+        {"weights/step_N": WHOLE, "weights/step_100/STABLE": "", "weights/step_200/STABLE": ""}, "100 200"
+    ),
+    "31 miles": Row({"hf/N": WHOLE}, "100 200"),
+    "32 slime": Row({"hf/rollout_N": WHOLE}, "100 200"),
+    "33 nanotron": Row({"checkpoints/N": WHOLE}, "100 200"),
+    "34 MaxText": Row(
+        {"100/items": ("_METADATA", "_sharding", "manifest.ocdbt", "d/0")},
+        "",
+        ("MaxText.utils.ckpt_conversion.to_huggingface", "load_parameters_path={run}/100/items"),
+    ),
+    "35 Levanter": Row({"hf/run-a/step-N": WHOLE}, "100 200"),
+    "36 Pythia": Row({"stepN": WHOLE}, "100 200"),
+    "37 OLMo 2": Row(
+        {
+            "stage1-step100-tokens1B": WHOLE,
+            "stage1-step200-tokens2B": WHOLE,
+            "stage2-ingredient1-step100-tokens1B": OTHER,
+        },
+        "stage1-100 stage2-ingredient1-100 stage1-200",
+    ),
+    "38 SmolLM": Row({"stage1-step-N": WHOLE, "stage2-step-100": OTHER}, "stage1-100 stage2-100 stage1-200"),
+    "39 LLM360": Row({"ckpt_N": WHOLE}, "100 200"),
+    "40 users": Row({"step-N-consolidated": WHOLE}, "100 200"),
+    "40 users, hf": Row({"step_N_hf": WHOLE}, "100 200"),
+    "40 users, iteration": Row({"iteration_N": WHOLE}, "100 200"),
+    "40 users, equal sign": Row({"step=N": WHOLE}, "100 200"),
+    "41 labels": Row(
+        {"checkpoint-100": WHOLE, "checkpoint-best": "whole 100", "last": OTHER, "final": THIRD}, "100 last final"
+    ),
+    "42 two of a step": Row({"step-100": WHOLE, "checkpoint-100": OTHER}, "100 100"),
+    "43 padded": Row(
+        {"step-100": WHOLE, "step-000100": WHOLE}, "100", notes=("step-000100: its content is that of {run}/step-100",)
+    ),
+    "44 EMA": Row({"checkpoint-100": WHOLE, "checkpoint-100/ema": OTHER}, "100 ema-100"),
+    "45 value": Row({"step_N/policy": WHOLE, "step_N/value": OTHER}, "100 200", notes=("value",)),
+    "46 tokenizer above": Row(
+        {".": ("tokenizer.json", "tokenizer_config.json"), "checkpoint-N": "no tokenizer"}, "100 200"
+    ),
+    "47 no tokenizer": Row({"checkpoint-N": "no tokenizer"}, "", ("--tokenizer",)),
+    "48 PEFT": Row({"checkpoint-N": "adapter"}, "100 200"),
+    "49 transformers 4": Row({"checkpoint-N": (*DESCRIBED, "pytorch_model.bin")}, "100 200"),
+    "50 both formats": Row({"checkpoint-N": WHOLE, "checkpoint-100/pytorch_model.bin": "{}"}, "100 200"),
+    "51 index and single file": Row({"checkpoint-N": "shards", "checkpoint-N/model.safetensors": "{}"}, "100 200"),
+    "52 Mistral": Row({"checkpoint-N": ("consolidated.safetensors", "params.json", "tekken.json")}, "", ("Mistral",)),
+    "53 adapter beside": Row({"epoch_0": WHOLE, "epoch_0/adapter_model.safetensors": "{}"}, "epoch-0"),
+    "54 GGUF": Row({"step-100": ("model.gguf",)}, "", ("GGUF",)),
+    "54 litgpt": Row(
+        {"step-00000100": ("lit_model.pth", "model_config.yaml")},
+        "",
+        ("litgpt convert_from_litgpt {run}/step-00000100",),
+    ),
+    "54 composer": Row(
+        {".": ("ep0-ba1000-rank0.pt",)}, "", ("convert_composer_to_hf.py --composer_path {run}/ep0-ba1000-rank0.pt",)
+    ),
+    "54 Lightning": Row({"checkpoints": ("epoch=0-step=100.ckpt",)}, "", ("Lightning",)),
+}
+XFAIL: dict[str, str] = {"48 PEFT": "adapters are not merged while staged yet"}
+
+
+def write_layout(run: Path, folders: Mapping[str, str | tuple[str, ...]]) -> None:
+    """Writes what a row says; everything is old, so that verdicts on it are remembered."""
+    for pattern, content in folders.items():
+        for step in (100, 200) if "N" in pattern.replace("NeMo", "") and "STABLE" not in pattern else (0,):
+            place = run / pattern.replace("N", str(step)) if step else run / pattern
+            _write(place, content, step or _number(pattern))
+    for file in run.rglob("*"):
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+
+
+def _write(place: Path, content: str | tuple[str, ...], seed: int) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, tuple):
+        for name in content:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(json.dumps(_CONFIG if name == "config.json" else {}))
+        return
+    kind, _, number = content.partition(" ")
+    if kind not in ("whole", "no", "shards", "adapter"):
+        place.write_text(content)
+        return
+    if kind == "adapter":
+        write_adapter(place, base=place.parents[1] / "base", seed=seed)
+        return
+    made = place if not place.exists() else place / "made"
+    write_checkpoint(made, seed=int(number) if number.isdecimal() else seed, shards=2 if kind == "shards" else 1)
+    for file in list(made.iterdir()) if made != place else []:
+        file.rename(place / file.name)
+    if made != place:
+        made.rmdir()
+    if content == "no tokenizer":
+        (place / "tokenizer.json").unlink()
+        (place / "tokenizer_config.json").unlink()
+
+
+def write_adapter(folder: Path, *, base: Path, seed: int) -> None:
+    """Writes a LoRA of rank 1 on the embedding of a base, as PEFT does."""
+    if not base.exists():
+        write_checkpoint(base)
+    _write(folder, ("tokenizer.json", "tokenizer_config.json"), seed)
+    described = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["embed_tokens"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": str(base)}))
+    prefix = "base_model.model.model.embed_tokens.lora_embedding"
+    shapes = {f"{prefix}_A": (1, 16), f"{prefix}_B": (8, 1)}
+    write_safetensors(folder / "adapter_model.safetensors", seed=seed, parameters=shapes)
+
+
+_CONFIG: Mapping[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def _number(pattern: str) -> int:
+    digits = "".join(letter for letter in pattern.rpartition("/")[2] if letter.isdigit())
+    return int(digits or 0) % 1000
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason=XFAIL[name])] if name in XFAIL else [])
+        for name in ROWS
+    ],
+)
+def test_folder_of_a_trainer_has_the_run_steps_and_labels_that_it_means(tmp_path: Path, row: str) -> None:
+    expected, run = ROWS[row], tmp_path / "my-run"
+    write_layout(run, expected.folders)
+    notes: list[str] = []
+    listed = find_checkpoints(str(run), steps_from=expected.steps_from, note=notes.append)
+    names = [checkpoint.name for checkpoint in listed if checkpoint.complete]
+    assert " ".join(name.removeprefix("my-run-") for name in names) == expected.complete, listed
+    words = "\n".join(problem for checkpoint in listed for problem in checkpoint.problems)
+    assert bool(words) == bool(expected.problems), words
+    for problem in expected.problems:
+        assert problem.format(run=run) in words
+    for note in expected.notes:
+        assert note.format(run=run) in "\n".join(notes)
+    for _ in range(2):
+        seen = snapshot_run(str(run), steps_from=expected.steps_from)
+        assert [(each.uri, each.name, each.label, each.series, each.problems) for each in seen] == [
+            (each.uri, each.name, each.label, each.series, each.problems) for each in listed
+        ]
