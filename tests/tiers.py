@@ -44,6 +44,7 @@ REST: Mapping[str, tuple[str, ...]] = {
     "integration/test_gang_on_ray.py": (*_ENGINE, *_RAY),
     "integration/test_gcs_sink.py": ("tasks/sinks", "resources/storage", "tests/fakes/gcs"),
     "integration/test_helm_choices.py": (*_HELM, *_ENGINE),
+    "integration/test_hub_evaluation.py": ("resources/storage", "tests/fakes/hub"),
     "integration/test_iris_jobs.py": (*_IRIS, "resources/regions"),
     "integration/test_kept_pools_on_ray.py": (*_RAY, "pools/pool"),
     "integration/test_kubernetes_jobs.py": _KUBERNETES,

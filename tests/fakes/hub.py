@@ -38,7 +38,7 @@ class FakeHub:
     """Repositories with terms: their files need the token."""
     private: set[str] = field(default_factory=set)
     """Repositories that are there only for requests with the token."""
-    token: str = "hf_good"
+    token: str = "hf_token_of_an_account"
     page: int = 1000
     """Entries in a page of a tree."""
     leaked: list[str] = field(default_factory=list)
