@@ -76,6 +76,7 @@ REST: Mapping[str, tuple[str, ...]] = {
     "integration/test_slurm_jobs.py": _SLURM,
     "integration/test_staging_real.py": ("tasks/offline", "flows/staging.py"),
     "integration/test_suites_real.py": ("tasks/spec/suite_data", "tasks/spec/suites.py", "tasks/offline"),
+    "integration/test_trainers_real.py": ("pools/weights", "tasks/checkpoints", "tests/fakes/trainings.py"),
     "integration/test_training_hooks.py": ("deployments/hooks", "tasks/training"),
     "integration/test_training_real.py": ("tasks/training", *_IRIS),
     "integration/test_ui_forms.py": ("flows/deploy", "deployments/prefect.yaml"),

@@ -1,0 +1,95 @@
+"""Runs written by real trainers, evaluated as the page on checkpoints says, against transformers in float32."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fakes.polling import eventually
+from fakes.tokenizers import write_byte_tokenizer
+from fakes.trainers import run_trainer
+from resources.settings import process_environment
+from tasks.records.record import find_records
+
+pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(600)]
+
+TRAININGS = Path(__file__).parents[1] / "fakes" / "trainings.py"
+ENGINE = ("--engine", "dtype=float32", "--engine", "kv_cache_memory_bytes=64M")
+NEAR = 2e-3
+"""Nats between the engine and transformers, of answers of up to ten tokens."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def assay(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("assay")), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=process_environment(), check=False)
+
+
+def evaluated(run: Path, output: Path, *options: str | Path) -> dict[str, dict[tuple[str, str], float]]:
+    """Evaluates a run as the page says; returns the log-likelihood of each answer after its question, by checkpoint."""
+    done = assay(
+        "evaluate", "--model", run, "--eval", "demo_facts", "--limit", "3", "--output", output, *ENGINE, *options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for record in find_records(str(output)):
+        assert record.record.succeeded
+        [samples] = Path(record.uri).rglob("samples_demo_facts_*.jsonl")
+        asked = found.setdefault(record.record.checkpoint.name, {})
+        for row in map(json.loads, samples.read_text().splitlines()):
+            for number, [[weight, _]] in enumerate(row["resps"]):
+                asked[tuple(row["arguments"][f"gen_args_{number}"].values())] = float(weight)
+    return found
+
+
+def assert_near_transformers(
+    found: Mapping[str, Mapping[tuple[str, str], float]], folders: Mapping[str, Path], tokenizer: Path, scratch: Path
+) -> None:
+    assert found.keys() == folders.keys()
+    pairs = list(next(iter(found.values())))
+    (scratch / "pairs.json").write_text(json.dumps(pairs))
+    done = run_trainer(TRAININGS, "weigh", tokenizer, scratch / "pairs.json", *folders.values())
+    truth = json.loads(done.stdout)
+    for name, folder in folders.items():
+        assert [found[name][pair] for pair in pairs] == pytest.approx(truth[folder.name], abs=NEAR), name
+    assert len({tuple(weights.values()) for weights in found.values()}) == len(found), "checkpoints differ"
+
+
+@pytest.mark.parametrize("kind", ["saved-at-the-end", "without-tokenizer", "sft"])
+def test_run_of_a_trainer_is_evaluated_as_transformers_weighs_it(kind: str, tmp_path: Path, tokenizer: Path) -> None:
+    run = tmp_path / "my-run"
+    run_trainer(TRAININGS, "train", kind, tokenizer, run)
+    options = ["--tokenizer", tokenizer] if kind == "without-tokenizer" else []
+    found = evaluated(run, tmp_path / "out", *options)
+    steps = {f"my-run-{step}": run / f"checkpoint-{step}" for step in (2, 4, 6)}
+    assert_near_transformers(found, steps, tokenizer, tmp_path)
+
+
+def test_checkpoint_that_its_trainer_removes_while_it_is_evaluated_is_evaluated(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    run, output, kept = tmp_path / "my-run", tmp_path / "out", tmp_path / "kept" / "checkpoint-2"
+    with ThreadPoolExecutor(2) as threads:
+        training = threads.submit(run_trainer, TRAININGS, "train", "rotating", tokenizer, run)
+        first = run / "checkpoint-2"
+        eventually(lambda: (first / "trainer_state.json").is_file() or training.done())
+        shutil.copytree(first, kept)
+        evaluation = threads.submit(evaluated, run, output)
+        eventually(lambda: (first / "model.safetensors").stat().st_nlink > 1 or evaluation.done())
+        (tmp_path / "go").touch()
+        training.result()
+        assert [folder.name for folder in run.iterdir() if folder.is_dir()] == ["checkpoint-6"]
+        assert not evaluation.done()
+        found = evaluation.result()
+    assert_near_transformers(found, {"my-run-2": kept}, tokenizer, tmp_path)
