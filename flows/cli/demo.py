@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +17,11 @@ from flows.console.console import ERR, OUT, Json, print_json, say
 from resources.errors import BadInput
 from resources.settings import set_process_environment_defaults
 from resources.storage import storage
+from tasks.checkpoints.checkpoint import LOADED_NATIVELY, Checkpoint
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.merged import write_merged
 from tasks.running.warm import warm_programs
+from tasks.spec.names import how_many
 
 _LEAST_STEPS = 20
 
@@ -74,7 +78,7 @@ def checkpoints(
     materialize: bool = False,
     as_json: Json = False,
 ) -> None:
-    """Show the checkpoints at a path, and which are complete or why not.
+    """Show what a folder holds: its checkpoints, those that can be evaluated, and why not the others.
 
     Args:
         materialize: Write a merged checkpoint to FOLDER.
@@ -92,11 +96,27 @@ def checkpoints(
         write_merged(checkpoints[0], storage.local_path(folder))
         checkpoints = find_checkpoints(folder)
     if as_json:
-        keys = ("uri", "run", "name", "step", "kind", "complete", "problems")
+        keys = ("uri", "run", "name", "step", "label", "kind", "complete", "problems", "notes")
         print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in checkpoints])
         return
-    table = Table("Step", "Name", "Complete", "Why not")
+    _show_checkpoints(checkpoints, path=folder or path)
+
+
+def _show_checkpoints(checkpoints: Sequence[Checkpoint], *, path: str) -> None:
+    complete = [checkpoint for checkpoint in checkpoints if checkpoint.complete]
+    shared = set(checkpoints[0].notes).intersection(*(checkpoint.notes for checkpoint in checkpoints))
+    table = Table("Step", "Name", "State", "Notes")
     for checkpoint in checkpoints:
-        complete = Text("yes", "green") if checkpoint.complete else Text("no", "yellow")
-        table.add_row(str(checkpoint.step), checkpoint.name, complete, "; ".join(checkpoint.problems))
+        made_by = checkpoint.folder and checkpoint.folder.made_by
+        state = f"made while staged ({made_by.rpartition(' ')[0]})" if made_by else "complete"
+        if not checkpoint.complete:
+            state = "incomplete" if checkpoint.kind in LOADED_NATIVELY else "for its trainer only"
+        notes = "; ".join([*checkpoint.problems, *(note for note in checkpoint.notes if note not in shared)])
+        shown = Text(state, "green" if checkpoint.complete else "yellow")
+        table.add_row(checkpoint.label or str(checkpoint.step), checkpoint.name, shown, notes)
     OUT.print(table)
+    runs = ", ".join(dict.fromkeys(checkpoint.run for checkpoint in checkpoints))
+    say(f"{how_many(len(checkpoints), 'checkpoint')} of {runs}: {len(complete)} can be evaluated")
+    say(*(f"All: {note}" for note in sorted(shared)))
+    if complete:
+        say(f"Next: assay evaluate --model {shlex.quote(path)} --eval demo_facts --limit 20")

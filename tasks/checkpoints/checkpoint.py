@@ -45,6 +45,10 @@ class Checkpoint:
     def complete(self) -> bool:
         return not self.problems
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.folder.notes if self.folder else ()
+
 
 class CheckpointRule(Config):
     """A rule that selects checkpoints; `latest` alone, in YAML, means `{which: latest}`."""

@@ -38,7 +38,7 @@ class WaitsForGo(TrainerCallback):
 def train(kind: str, tokenizer_folder: str, output: str) -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, pad_token="<|eos|>")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=260, max_position_embeddings=512, **sizes))
     settings: dict[str, Any] = {
         "output_dir": output,

@@ -66,8 +66,15 @@ def test_checkpoints_with_a_half_written_folder_shows_it_with_the_reason(half_wr
     shown = invoke(["checkpoints", str(half_written)])
     rows = [line for line in shown.stdout.splitlines() if "run-a-" in line]
     assert shown.exit_code == 0
-    assert ["yes" in row for row in rows] == [True, True, False]
+    assert [row.split()[5] for row in rows] == ["complete", "complete", "incomplete"]
     assert "model.safetensors" in shown.stdout
+    assert f"3 checkpoints of run-a: 2 can be evaluated\nNext: assay evaluate --model {half_written} " in shown.stdout
+
+
+def test_checkpoints_of_another_folder_says_what_it_looks_like(tmp_path: Path) -> None:
+    (tmp_path / "train-00000.parquet").touch()
+    done = assay_process("checkpoints", tmp_path)
+    assert_refused(done, "1 file, none of a checkpoint (1 .parquet); it looks like a data set")
 
 
 def test_checkpoints_as_json_tells_complete_from_not(half_written: Path):
