@@ -216,7 +216,7 @@ def counted(names: Names, complete: Sequence[str], model_of: Callable[[str], Mod
         if named.by_path:
             rivals = counting[named.run, named.step] if not named.alone else []
         else:
-            of_run = sorted((counted for counted in counting if counted[0] == named.run), reverse=True)
+            of_run = sorted((each for each in counting if each[0] == named.run or not named.series), reverse=True)
             rivals = [other for counted in of_run for other in counting[counted]]
         same = next((other for other in rivals if _same(model_of(folder), model_of(other))), None)
         if same is not None:

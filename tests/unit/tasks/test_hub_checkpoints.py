@@ -17,6 +17,7 @@ from resources.errors import StorageError
 from resources.settings import settings
 from resources.storage.hub import HubFiles
 from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
+from tasks.checkpoints.run_snapshot import snapshot_run, with_digests
 from tasks.policies.policy import Policy
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -54,6 +55,30 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 def only(uri: str) -> Checkpoint:
     (checkpoint,) = find_checkpoints(uri)
     return checkpoint
+
+
+def test_branches_and_tags_with_steps_are_series_of_a_run_and_are_planned_without_their_weights(hub: FakeHub):
+    checkpoints = find_checkpoints("acme/series")
+    assert [(each.name, each.uri.partition("@")[2]) for each in checkpoints] == [
+        ("series-stage1-1000", "stage1-step1000-tokens4B"),
+        ("series-stage2-1000", "stage2-step1000-tokens1B"),
+        ("series-stage1-2000", "stage1-step2000-tokens8B"),  # and main, which has the same content
+    ]
+    assert all(each.complete for each in checkpoints)
+    seen = with_digests("hf://acme/series", snapshot_run("hf://acme/series"), reference=None)
+    assert sorted(each.name for each in seen) == sorted(each.name for each in checkpoints)
+    digests = {digest_model_folder(each.folder).checkpoint for each in checkpoints if each.folder}
+    assert {each.digest for each in seen} == digests and len(digests) == 3
+    assert hub.large_bytes < len(hub.revisions[SERIES]["main"]["model-00001-of-00002.safetensors"]) / 2  # headers
+
+
+def test_a_run_that_has_not_changed_costs_a_request_and_a_new_branch_is_seen(hub: FakeHub):
+    before = snapshot_run("hf://acme/series")
+    HubFiles.clear_instance_cache()  # as in the next process
+    hub.requests.clear()
+    assert snapshot_run("hf://acme/series") == before and len(hub.requests) == 1
+    hub.revisions[SERIES]["stage1-step3000-tokens12B"] = hub.revisions[SERIES]["fix-readme"]
+    assert "series-stage1-3000" in [each.name for each in snapshot_run("hf://acme/series")]
 
 
 def test_a_copy_goes_on_where_it_was_broken_off_and_has_the_planned_digest(hub: FakeHub, tmp_path: Path):
