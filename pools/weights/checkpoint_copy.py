@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pools.weights.formats import is_adapter
+from pools.weights.layouts import inspect_checkpoint
 from pools.weights.model_files import (
     ModelDigests,
     ModelFolder,
@@ -75,6 +77,8 @@ def copy_checkpoint(filling: Filling, *, parallel_files: int, range_bytes: int) 
 def copy_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
     """Copies config, tokenizer and templates of a checkpoint."""
     reference = inspect_reference_folder(uri)
+    if is_adapter(reference.files):
+        reference = inspect_checkpoint(uri)
     reference.require_complete(planned=True)
     for name, file in small_files(reference).items():
         storage.write_bytes(str(folder / name), storage.read_bytes(file.place))

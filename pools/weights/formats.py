@@ -29,6 +29,9 @@ PREFIX_RECIPE = "prefix"
 _FIRST_OF_NAMES = ("module.", "_forward_module.", "base_model.model.")  # of DDP, Lightning, PEFT
 _ANYWHERE_IN_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # of torch alone
 _MOST_WRAPPERS = 8  # around each other
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_RECIPE = "adapter 1"
+"""Recipe for an adapter on its base; increase its number when the same files give other numbers."""
 _PICKLED_INDEX = f"{PICKLED_NAME}.index.json"
 _WEIGHTS = (
     "*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.gguf", "tf_model.h5", "flax_model.msgpack",
@@ -76,9 +79,7 @@ def weights_in(files: Mapping[str, FileInfo], problems: list[str]) -> Weights:
         if single in files:
             return Weights((single,), made_by=recipe, notes=_left_out(files, (single,), single))
     shards = [name for name in files if name.endswith(".safetensors")]
-    if "adapter_config.json" in files:
-        problems.append("an adapter without its model; merge it, and save the whole model")
-    elif "consolidated.safetensors" in files or "consolidated.00.pth" in files:
+    if "consolidated.safetensors" in files or "consolidated.00.pth" in files:
         problems.append(
             "weights are in Mistral's or Meta's own format (consolidated), with other names of tensors; convert them "
             "with transformers' convert_mistral_weights_to_hf.py or convert_llama_weights_to_hf.py"
@@ -90,6 +91,11 @@ def weights_in(files: Mapping[str, FileInfo], problems: list[str]) -> Weights:
     else:
         problems.append("no weights: neither model.safetensors nor an index is there")
     return Weights()
+
+
+def is_adapter(files: Mapping[str, FileInfo]) -> bool:
+    """Returns True if a folder with these files holds an adapter, and no weights of a whole model."""
+    return ADAPTER_CONFIG in files and not {"model.safetensors", INDEX_NAME, PICKLED_NAME, _PICKLED_INDEX} & set(files)
 
 
 def _left_out(files: Mapping[str, FileInfo], counted: Sequence[str], chosen: str) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pools.weights.adapters import inspect_adapter
 from pools.weights.content import content_digest
-from pools.weights.formats import Tensor, irregular, read_json
+from pools.weights.formats import ADAPTER_RECIPE, Tensor, irregular, read_json
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
     CONFIG_FILES,
@@ -25,6 +26,7 @@ from pools.weights.model_files import (
     read_tensors,
     small_files,
 )
+from pools.weights.tokenizers import FilesIn
 from resources.errors import CheckpointError
 from resources.storage import storage
 from resources.storage.storage import FileInfo
@@ -41,12 +43,17 @@ _DESCRIBING = ("config.json", "tokenizer_config.json")
 _NO_REFERENCE = "no config and tokenizer: no Hugging Face export of the run is next to it; set evaluator.reference"
 
 
-def inspect_checkpoint(uri: str) -> ModelFolder:
-    """Inspects a checkpoint in Hugging Face's layout, or each input of a merged checkpoint."""
-    merge = merge_of(uri)
-    if merge is None:
-        return inspect_model_folder(uri)
-    return merged_folder(uri, [inspect_model_folder(location) for location in merge.locations])
+def inspect_checkpoint(
+    uri: str, files: Sequence[FileInfo] | None = None, *, files_in: FilesIn = storage.list_folder
+) -> ModelFolder:
+    """Inspects a checkpoint in Hugging Face's layout, an adapter on its base, or each input of a merged checkpoint. The
+    arguments are those of `inspect_reference_folder`."""
+    if (merge := merge_of(uri)) is not None:
+        return merged_folder(uri, [inspect_checkpoint(location) for location in merge.locations])
+    folder = inspect_model_folder(uri, files, files_in=files_in)
+    if folder.made_by != ADAPTER_RECIPE:
+        return folder
+    return inspect_adapter(folder, inspect_checkpoint, files_in=files_in)
 
 
 def merged_folder(uri: str, inputs: Sequence[ModelFolder]) -> ModelFolder:

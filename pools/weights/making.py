@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pools.weights.checkpoint_copy import Filling, copy_checkpoint, counted, require_planned
 from pools.weights.content import file_identity
+from pools.weights.formats import ADAPTER_RECIPE
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_model_folder, served_files, small_files
 from resources.environments.environments import ENVIRONMENTS, ensure_environment, is_built
@@ -63,7 +64,8 @@ def make_checkpoint(
     planned.require_complete(planned=True)
     made_bytes = sum(file.size for file in served_files(planned).values())
     made_bytes += sum(each.files[name].size for each in planned.inputs for name in each.weight_files)
-    if storage.is_local(planned.uri):
+    is_adapter = planned.made_by == ADAPTER_RECIPE  # its files are small, and read where they are
+    if is_adapter or storage.is_local(planned.uri):
         require_planned(filling.uri, digest_model_folder(planned), filling.digests)
         filling.make_room(made_bytes)
         folder = planned
@@ -73,14 +75,14 @@ def make_checkpoint(
         copied = copy_checkpoint(copying, parallel_files=parallel_files, range_bytes=range_bytes)
         files = {file.uri.removeprefix(f"{copied}/"): file for file in storage.list_files(str(copied))}
         folder = replace(planned, uri=str(copied), files=files)
-    read = _identities(folder)
+    read = [] if is_adapter else _identities(folder)
     content = filling.partial / "content"
     content.mkdir(parents=True, exist_ok=True)
     for name, file in small_files(folder).items():
         storage.write_bytes(str(content / name), storage.read_bytes(file.place))
     count = counted(made_bytes, filling.on_progress)
     make(Making(folder, content, python, hold_copy, filling.stopped, count))
-    if _identities(folder) != read:  # new links change times too, but not contents
+    if is_adapter or _identities(folder) != read:  # new links change times too, but not contents
         require_planned(filling.uri, digest_model_folder(inspect_checkpoint(filling.uri)), filling.digests)
     inspect_model_folder(str(content)).require_complete()
     return content

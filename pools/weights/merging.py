@@ -11,11 +11,12 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -43,7 +44,8 @@ _BELOW_HALF = np.uint32(0x7FFF)
 _NAN = np.uint32(0x7FC00000)
 BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 """Width in bytes of each averaged type, by its name in safetensors."""
-_TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
+TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
+"""Those of them that numpy has."""
 _SYNCED_BYTES = 2**27  # otherwise the disk writes everything at the end, which then takes long
 _MOST_THREADS = 8  # beyond that, memory is the bottleneck
 
@@ -92,7 +94,7 @@ class Averager:
 
     def _widened(self, dtype: str, raw: np.ndarray) -> np.ndarray:
         if dtype != "BF16":
-            numbers = raw.view(_TYPES[dtype])
+            numbers = raw.view(TYPES[dtype])
             if dtype != "F16":
                 return numbers
             wide = self._wide.view(np.float32)[: numbers.size]
@@ -110,7 +112,7 @@ class Averager:
         if self._weights is None:
             np.divide(total, kind(self._count), out=total)
         if dtype != "BF16":
-            np.copyto(raw.view(_TYPES[dtype]), total, casting="same_kind")
+            np.copyto(raw.view(TYPES[dtype]), total, casting="same_kind")
             return
         missing = np.isnan(total)
         bits = total.view(np.uint32)
@@ -149,7 +151,7 @@ def merge_checkpoints(filling: Filling, *, hold_copy: Callable[[ModelFolder], Ho
             read[:] = now
 
     with ExitStack() as held:
-        inputs = [_on_this_machine(each, hold_copy, held) for each in folder.inputs]
+        inputs = [on_this_machine(each, hold_copy, held) for each in folder.inputs]
         require_alike(inputs)
         last = inputs[-1]
         sources = served_files(last)
@@ -192,7 +194,8 @@ def _is_here(folder: ModelFolder) -> bool:
     return storage.is_local(without_options(folder.uri))
 
 
-def _on_this_machine(folder: ModelFolder, hold_copy: Callable[[ModelFolder], Hold], held: ExitStack) -> ModelFolder:
+def on_this_machine(folder: ModelFolder, hold_copy: Callable[[ModelFolder], Hold], held: ExitStack) -> ModelFolder:
+    """Returns a checkpoint in files of this machine: its own, or those of a copy that is held."""
     if _is_here(folder) and folder.made_by is None:
         return folder
     hold = hold_copy(folder)
@@ -201,13 +204,78 @@ def _on_this_machine(folder: ModelFolder, hold_copy: Callable[[ModelFolder], Hol
 
 
 @dataclass(frozen=True)
-class _Block:
-    tensor: str
-    dtype: str
+class Block:
+    """Bytes of a file of weights, from `at`."""
+
     at: int
     size: int
+
+
+@dataclass(frozen=True)
+class _Averaged(Block):
+    tensor: str
+    dtype: str
     # file descriptor and offset of each input
     sources: tuple[tuple[int, int], ...]
+
+
+Written = TypeVar("Written", bound=Block)
+
+
+def write_weights(
+    target: Path,
+    header: bytes,
+    blocks: Iterable[Written],
+    begin: Callable[[], Callable[[Written], bytes | memoryview]],
+    *,
+    stopped: Callable[[], bool],
+    on_bytes: Callable[[int], None],
+    require_unchanged: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes a safetensors file that appears when it is whole: a header, and blocks, computed on several threads.
+
+    Each thread computes by a function from `begin`. `on_bytes` is called with the bytes of each part. Raises
+    `CopyStopped` if `stopped` returns True, and what `require_unchanged` raises before the file appears.
+    """
+    unfinished = target.with_name(f"{target.name}.partial")
+    with storage.reported(str(target), "write"), unfinished.open("w+b") as output:
+        output.write(header)
+        output.flush()
+        on_bytes(len(header))
+
+        def write(compute: Callable[[Written], bytes | memoryview], block: Written) -> None:
+            if stopped():
+                raise CopyStopped
+            if os.pwrite(output.fileno(), compute(block), block.at) != block.size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a full disk or quota writes only a part
+            first, end = block.at - len(header), block.at - len(header) + block.size
+            if first // _SYNCED_BYTES != end // _SYNCED_BYTES:
+                os.fsync(output.fileno())
+            on_bytes(block.size)
+
+        on_threads(blocks, lambda: partial(write, begin()), count=thread_count(), ending=threading.Event())
+        require_unchanged()
+        os.fsync(output.fileno())
+        unfinished.rename(target)
+
+
+def read_ahead(file: int, at: int, size: int) -> None:
+    """Has the disk read what the next blocks are from: `size` bytes, a block for each thread behind `at`."""
+    if sys.platform == "linux":
+        os.posix_fadvise(file, at + thread_count() * BLOCK_BYTES, size, os.POSIX_FADV_WILLNEED)
+
+
+def open_files(held: ExitStack) -> Callable[[Tensor], int]:
+    """Returns a function that opens a tensor's local file, once for all, until `held` closes; its descriptor."""
+    opened: dict[str, int] = {}
+
+    def file_of(tensor: Tensor) -> int:
+        if tensor.uri not in opened:
+            file = held.enter_context(os.fdopen(open_within(storage.local_path(tensor.uri)), "rb"))
+            opened[tensor.uri] = file.fileno()
+        return opened[tensor.uri]
+
+    return file_of
 
 
 def _write_average(
@@ -219,56 +287,34 @@ def _write_average(
     on_bytes: Callable[[int], None],
     require_unchanged: Callable[[], None],
 ) -> None:
-    unfinished = target.with_name(f"{target.name}.partial")
     written = read_safetensors_header(last)
     header_bytes = min((tensor.span[0] for tensor in written.values()), default=last.size)
-    with storage.reported(str(target), "write"), ExitStack() as open_files:
-        output = open_files.enter_context(unfinished.open("w+b"))
-        output.write(storage.read_bytes(last.place, start=0, end=header_bytes))
-        output.flush()
-        on_bytes(header_bytes)
-        opened: dict[str, int] = {}
+    with ExitStack() as held:
+        file_of = open_files(held)
 
-        def opened_at(tensor: Tensor) -> tuple[int, int]:
-            if tensor.uri not in opened:
-                file = open_files.enter_context(os.fdopen(open_within(storage.local_path(tensor.uri)), "rb"))
-                opened[tensor.uri] = file.fileno()
-            return opened[tensor.uri], tensor.span[0]
-
-        def blocks() -> Iterator[_Block]:
+        def blocks() -> Iterator[_Averaged]:
             for name, tensor in sorted(written.items(), key=lambda item: item[1].span):
                 start, end = tensor.span
-                sources = [opened_at(each[name]) for each in tensors]
+                sources = [(file_of(each[name]), each[name].span[0]) for each in tensors]
                 for at in range(start, end, BLOCK_BYTES):
                     places = tuple((file, begin + at - start) for file, begin in sources)
-                    yield _Block(name, tensor.dtype, at, min(BLOCK_BYTES, end - at), places)
+                    yield _Averaged(at, min(BLOCK_BYTES, end - at), name, tensor.dtype, places)
 
-        ahead = thread_count() * BLOCK_BYTES
-
-        def average(averager: Averager, block: _Block) -> None:
-            if stopped():
-                raise CopyStopped
-            if sys.platform == "linux":
-                for file, start in block.sources:
-                    os.posix_fadvise(file, start + ahead, block.size, os.POSIX_FADV_WILLNEED)
-            if os.pwrite(output.fileno(), _averaged(averager, block), block.at) != block.size:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a full disk or quota writes only a part
-            if (block.at - header_bytes) // _SYNCED_BYTES != (block.at + block.size - header_bytes) // _SYNCED_BYTES:
-                os.fsync(output.fileno())
-            on_bytes(block.size)
-
-        on_threads(
+        write_weights(
+            target,
+            storage.read_bytes(last.place, start=0, end=header_bytes),
             blocks(),
-            lambda: partial(average, Averager(len(tensors), weights)),
-            count=thread_count(),
-            ending=threading.Event(),
+            lambda: partial(_averaged, Averager(len(tensors), weights)),
+            stopped=stopped,
+            on_bytes=on_bytes,
+            require_unchanged=require_unchanged,
         )
-        require_unchanged()
-        os.fsync(output.fileno())
-        unfinished.rename(target)
 
 
-def _averaged(averager: Averager, block: _Block) -> memoryview | bytes:
+def _averaged(averager: Averager, block: _Averaged) -> memoryview | bytes:
+    for file, start in block.sources:
+        read_ahead(file, start, block.size)
+
     def read(number: int, buffer: memoryview | bytearray) -> None:
         file, start = block.sources[number]
         if os.preadv(file, [buffer], start) != len(buffer):

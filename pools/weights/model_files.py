@@ -16,12 +16,14 @@ from typing import Any, Literal
 from pools.weights.architectures import why_not_served
 from pools.weights.content import content_digest, hash_of
 from pools.weights.formats import (
+    ADAPTER_RECIPE,
     INDEX_NAME,
     INDEX_RECIPE,
     PREFIX_RECIPE,
     Tensor,
     Weights,
     irregular,
+    is_adapter,
     read_json,
     read_safetensors_header,
     tensor_names,
@@ -142,8 +144,10 @@ def inspect_model_folder(
     uri: str, files: Sequence[FileInfo] | None = None, *, files_in: FilesIn = storage.list_folder
 ) -> ModelFolder:
     """Checks that a folder holds a whole model that an engine can serve; failures go into `problems`. The arguments are
-    those of `inspect_reference_folder`."""
+    those of `inspect_reference_folder`. An adapter is never whole here: see `inspect_checkpoint`."""
     described = inspect_reference_folder(uri, files, files_in=files_in)
+    if is_adapter(described.files):
+        return replace(described, made_by=ADAPTER_RECIPE, problems=("an adapter without its base",))
     problems = list(described.problems)
     weights = weights_in(described.files, problems)
     problems += [
@@ -212,7 +216,8 @@ def inspect_reference_folder(
 ) -> ModelFolder:
     """Inspects a folder of which only config and tokenizer are needed, not the weights.
 
-    `uri` may be a name with options. `files` are those in its folder, and `files_in` lists others, if known already.
+    `uri` may be a name with options. `files` are those in its folder, and
+    `files_in` lists others, if known already.
     """
     place = without_options(uri)
     listed = checkpoint_files(place) if files is None else files

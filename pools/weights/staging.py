@@ -351,6 +351,8 @@ def _maker(recipe: str) -> Callable[[Making], None]:
     match recipe.partition(" ")[0]:
         case "pytorch_model.bin":
             from pools.weights.converting import convert_pickled as make
+        case "adapter":
+            from pools.weights.adapter_merging import merge_adapter as make
         case "index" | "prefix":
             from pools.weights.converting import rewrite_shards as make
         case unknown:

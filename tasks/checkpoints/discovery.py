@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from pools.weights.formats import INDEX_NAME
-from pools.weights.layouts import Exports, inspect_native_folder, is_native
+from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder, is_native
 from pools.weights.merges import merge_of, with_each_location
-from pools.weights.model_files import checkpoint_files, inspect_model_folder
+from pools.weights.model_files import checkpoint_files
 from pools.weights.overrides import Override, override_of, without_options
 from pools.weights.tokenizers import NO_TOKENIZER, FilesIn, KnownFiles
 from resources.errors import BadInput, not_there
@@ -259,7 +259,7 @@ def _not_served(folder: str, files: Sequence[FileInfo], named: Named) -> Checkpo
 def _huggingface(
     folder: str, files: Sequence[FileInfo], named: Named, *, options: Override | None, marks: Marks, files_in: FilesIn
 ) -> Checkpoint:
-    held = inspect_model_folder(options.at(folder) if options else folder, files, files_in=files_in)
+    held = inspect_checkpoint(options.at(folder) if options else folder, files, files_in=files_in)
     problems = (*held.problems, *marks.missing(folder, files))
     return _of(named, folder, held.modified, problems=problems, folder=held)
 

@@ -19,13 +19,7 @@ from pools.weights.content import SETTLED_SECONDS, file_identity
 from pools.weights.formats import INDEX_NAME, may_pass
 from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder
 from pools.weights.merges import merge_of, with_each_location
-from pools.weights.model_files import (
-    ModelFolder,
-    checkpoint_files,
-    digest_model_folder,
-    inspect_model_folder,
-    small_files,
-)
+from pools.weights.model_files import ModelFolder, checkpoint_files, digest_model_folder, small_files
 from pools.weights.overrides import override_of, without_options
 from pools.weights.tokenizers import TOKENIZER_FILES, FilesIn, KnownFiles, described_by
 from resources.errors import AssayError, BadInput, StorageError
@@ -271,7 +265,7 @@ class _Listed(NamedTuple):
         return self.uri, self.listing
 
     def model(self) -> ModelFolder:
-        return inspect_model_folder(self.uri, self.held, files_in=self.files_in)
+        return inspect_checkpoint(self.uri, self.held, files_in=self.files_in)
 
     def problems(self) -> tuple[str, ...]:
         return self.model().problems
@@ -360,7 +354,7 @@ def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:
             described = options.at(held) if options and held else held
             native, _ = inspect_native_folder(place, checkpoint_files(place), reference=described)
             return digest_model_folder(native).checkpoint
-        folder = inspect_model_folder(checkpoint.uri)
+        folder = inspect_checkpoint(checkpoint.uri)
         digest = digest_model_folder(folder).checkpoint
         return digest if listing_digest(folder.files) == checkpoint.listing else None
     except AssayError:
