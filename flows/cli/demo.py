@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.evaluate import show_series
+from flows.cli.options.evaluations import PartOptions
 from flows.cli.options.pools import Positive
 from flows.console.console import ERR, OUT, Json, print_json, say
 from resources.errors import BadInput
@@ -75,6 +76,7 @@ def checkpoints(
     folder: Annotated[str | None, Parameter(help="With --materialize, the folder.")] = None,
     /,
     *,
+    parts: PartOptions = PartOptions(),
     materialize: bool = False,
     as_json: Json = False,
 ) -> None:
@@ -91,7 +93,7 @@ def checkpoints(
         )
     if folder is not None and not storage.is_local(folder):
         raise BadInput(expected="a folder of this machine", found=folder, remedy="write it here, and copy it there")
-    checkpoints = find_checkpoints(path)
+    checkpoints = find_checkpoints(parts.named(path))
     if folder is not None:
         write_merged(checkpoints[0], storage.local_path(folder))
         checkpoints = find_checkpoints(folder)

@@ -145,6 +145,7 @@ def generation_from_options(
     requests = asdict(sampling)
     schema, extra = _read(requests.pop("json_schema")), requests.pop("extra")
     content: dict[str, Any] = {
+        **served.parts(),
         "model_path": served.model,
         "model_name": served.name,
         "pool_name": served.pool,

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.table import Table
 
+from flows.cli.options.evaluations import PartOptions
 from flows.cli.options.pools import PoolOptions, pool_content, refuse_with_config
 from flows.console.console import ERR, OUT, Json, print_json, say, write
 from pools.config import InferencePoolConfig
@@ -37,6 +38,7 @@ def pool_up(
     config: str | None = None,
     name: str | None = None,
     run_name: str | None = None,
+    parts: PartOptions = PartOptions(),
     engines: PoolOptions = PoolOptions(),
     idle_minutes: float = 60.0,
     longest_wait: float | None = None,
@@ -54,7 +56,7 @@ def pool_up(
     if config is not None:
         alone = {"--model": model, "--run-name": run_name, "--longest-wait": longest_wait}
         given = [option for option, value in alone.items() if value is not None]
-        refuse_with_config([*given, *engines.given()], "a pool")
+        refuse_with_config([*given, *parts.given(), *engines.given()], "a pool")
         pool_config = load_config(config, InferencePoolConfig)
         if pool_config.model.path is None:
             raise BadInput(
@@ -68,7 +70,7 @@ def pool_up(
         )
     else:
         content = pool_content(engines, model=model, name=run_name)
-        content["model"]["path"] = model
+        content["model"]["path"] = parts.named(model)
         if longest_wait is not None:
             content["longest_wait_seconds"] = longest_wait
         pool_config = build_config(content, InferencePoolConfig, source="the options")

@@ -23,7 +23,7 @@ from tasks.checkpoints.checkpoint import CheckpointRule
 from tasks.running.cells import as_served
 from tasks.running.claims.files import CLOCKS_DIFFER_SECONDS, Timestamp
 from tasks.spec.benchmarks import evaluation_hash
-from tasks.spec.evaluation import SERVING_WAYS, EvaluationConfig, Serving
+from tasks.spec.evaluation import SERVING_WAYS, EvaluationConfig, ModelParts, Serving, with_parts_named
 from tasks.spec.loading import load_config
 from tasks.spec.names import check_deployed_paths, name_of
 from tasks.spec.sinks import Sinks
@@ -67,7 +67,7 @@ class PolicySuite(Serving, SuiteChoice):
         return {**serving, "resource_config": resources, "protect": self.protect and policy.protect}
 
 
-class Policy(Serving):
+class Policy(ModelParts, Serving):
     """The evaluations of training runs, while they run and after."""
 
     name: str
@@ -123,6 +123,11 @@ class Policy(Serving):
         if not isinstance(suites, list | tuple):
             return suites
         return tuple({"suite": suite} if isinstance(suite, str) else suite for suite in suites)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts_named(cls, values: Any) -> Any:
+        return with_parts_named(values, "runs")
 
     @field_validator("checkpoints", "runs", mode="before")
     @classmethod

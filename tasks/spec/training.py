@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from resources.config import Config, ResourceConfig, TpuConfig
 from resources.storage import storage
-from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluation import EvaluationConfig, ModelParts
 from tasks.spec.names import in_few_words, is_relative, name_of
 from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 
@@ -207,6 +207,10 @@ def _of(asked: Any, exports: str) -> Any:
     values = asked.model_dump(exclude_unset=True) if isinstance(asked, Config) else asked
     if not isinstance(values, dict):
         return values
+    if parts := [name for name in ModelParts.model_fields if values.get(name)]:
+        raise ValueError(
+            f"expected exports with all their parts, found {', '.join(parts)}: let the training write them"
+        )
     given = values.get("model_path")
     if given and given.rstrip("/") != exports:
         raise ValueError(f"expected model_path to be left out, or {exports}, found {given}")

@@ -23,7 +23,7 @@ from resources.storage import storage
 from tasks.records.provenance import place_in_git
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.publishing import sinks_in
-from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig, ModelParts, with_parts_named
 from tasks.spec.evaluators import (
     DEFAULT_EVALUATOR,
     EVALUATORS,
@@ -44,7 +44,28 @@ _NO_POOL = PoolOptions()
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class ServedOptions(OptionGroup):
+class PartOptions(OptionGroup):
+    """Parts of a model in place of those of its checkpoints, as in `ModelParts`."""
+
+    tokenizer: str | None = None
+    """Tokenizer in place of the checkpoint's: a folder, or owner/name[@revision] on the hub."""
+    chat_template: str | None = None
+    """File with a chat template in place of the tokenizer's."""
+    base: str | None = None
+    """The model that an adapter changes; as in its adapter_config.json when left out."""
+
+    def parts(self) -> dict[str, str | None]:
+        """Returns the input for `ModelParts`."""
+        return {name: getattr(self, name) for name in ModelParts.model_fields}
+
+    def named(self, location: str) -> str:
+        """Returns the name of a location with these parts."""
+        return with_parts_named({**self.parts(), "model_path": location})["model_path"]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ServedOptions(PartOptions):
     """The model, and a pool that serves it already."""
 
     model: str | None = None
@@ -240,6 +261,7 @@ def _content(options: EvaluationOptions, engines: PoolOptions) -> dict[str, Any]
         refuse_with(served[0], engines.given(*POOL_OPTIONS), why)
     options.require_pool_of_key_block()
     return {
+        **options.parts(),
         "model_path": options.model,
         "model_name": options.name,
         "evaluation_path": options.output or "evaluations",
