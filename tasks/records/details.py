@@ -171,6 +171,8 @@ class CheckpointReference(Placed):
     """Digest over names, sizes, and checksums or times of its files, and files that it refers to."""
     merge: MergeReference | None = None
     """Its merge from other checkpoints; empty for a checkpoint written by training."""
+    notes: tuple[str, ...] = ()
+    """What it takes from other folders, such as its run's tokenizer, and what was chosen of several formats."""
 
 
 class OfCell(Protocol):

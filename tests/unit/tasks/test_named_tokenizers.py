@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
+from pytest import CaptureFixture
 
 from fakes.models import write_checkpoint
+from flows.cli.app import command_line
+from flows.cli.options.evaluations import EvaluationOptions, evaluation_from_options
 from pools.weights.merges import with_options
 from resources.storage import storage
 from tasks.checkpoints.discovery import discover, find_checkpoints
-from tasks.checkpoints.run_snapshot import listing_of, snapshot_run, with_digests
+from tasks.checkpoints.run_snapshot import expand_runs, listing_of, snapshot_run, with_digests
 from tasks.errors import NoCheckpoints
-from tasks.spec.evaluation import CheckpointSelection
+from tasks.generation.config import GenerationConfig
+from tasks.policies.policy import Policy
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.spec.suites import SuiteRequest
 
 PARTS = ("tokenizer.json", "tokenizer_config.json")
 HOUR_AGO = time.time() - 3600
@@ -93,3 +101,50 @@ def test_run_without_a_tokenizer_is_not_waited_for_and_asks_for_a_name(tmp_path:
 
     assert [each.step for each in discover(str(run), selection, sleep=write_the_tokenizer)] == [200]
     assert waited
+
+
+@pytest.mark.parametrize(
+    ("model", "parts", "name"),
+    [
+        ("runs/a", {"tokenizer": "t"}, "with(runs/a, tokenizer=t)"),
+        ("runs/a", {"tokenizer": "o/n@v1", "base": "o/b"}, "with(runs/a, tokenizer=hf://o/n%40v1, base=hf://o/b)"),
+        ("mean(runs/a@1+2)", {"chat_template": "c"}, "mean(with(runs/a, template=c)@1+2)"),
+        ("with(runs/a, tokenizer=t)", {"chat_template": "c"}, "with(runs/a, tokenizer=t, template=c)"),
+    ],
+)
+def test_parts_of_a_model_become_a_part_of_its_name(model: str, parts: dict[str, str], name: str) -> None:
+    asked = {"model_path": model, **parts}
+    config = EvaluationConfig.model_validate({**asked, "evals": [{"name": "demo_facts"}]})
+    assert (config.model_path, config.tokenizer, config.run_name) == (name, None, "a")
+    assert SuiteRequest.model_validate(asked).model_path == name
+    generation = {**asked, "prompts": {"files": ["p"]}, "output_path": "o"}
+    assert GenerationConfig.model_validate(generation).model_path == name
+    policy = {"name": "p", "runs": model, "suites": ["default_eval"], "evaluation_path": "e", **parts}
+    assert Policy.model_validate(policy).runs == (name,)
+    options = EvaluationOptions(model=model, evals=("demo_facts",), **parts)  # pyright: ignore[reportArgumentType]
+    assert evaluation_from_options(options).model_path == name
+    assert EvaluationConfig.model_validate(config.model_dump()) == config
+
+
+def test_parts_without_a_model_are_refused() -> None:
+    with pytest.raises(ValidationError, match="expected model_path with tokenizer"):
+        GenerationConfig.model_validate(
+            {"pool_name": "kept", "tokenizer": "t", "prompts": {"files": ["p"]}, "output_path": "o"}
+        )
+
+
+def test_run_of_a_policy_with_a_tokenizer_keeps_it_behind_a_pattern(tmp_path: Path) -> None:
+    (tmp_path / "a-1").mkdir()
+    (tmp_path / "a-2").mkdir()
+    pattern = with_options(f"{tmp_path}/a-*", tokenizer="t")
+    assert expand_runs([pattern]) == [f"with({tmp_path}/a-{number}, tokenizer=t)" for number in (1, 2)]
+
+
+def test_checkpoints_command_says_where_a_tokenizer_comes_from(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    run = write_bare_run(tmp_path / "my-run", tokenizer=tmp_path / "t")
+    (command_line())(
+        ["checkpoints", str(run), "--tokenizer", str(tmp_path / "t"), "--json"], result_action="return_value"
+    )
+    assert [each["notes"] for each in json.loads(capsys.readouterr().out)] == [
+        [f"its tokenizer is that of {tmp_path}/t"]
+    ] * 2
