@@ -29,7 +29,7 @@ _PARTS = (
     *("special_tokens_map.json", "chat_template.*", "tokenization*.py"),
 )
 _FOLDER = "tokenizer"
-_CONTAINERS = ("hf", "huggingface", "weights", "checkpoint", "checkpoints")
+_CONTAINERS = ("hf", "huggingface", "weights", "checkpoint", "checkpoints", "ckpt", "ckpts", "steps", "exports")
 _STEP = re.compile(r"[0-9]+|.*(step|checkpoint|ckpt|iter|iteration|batch|ba|rollout|epoch)[-_=]?[0-9].*")
 _MOST_LEVELS = 6
 

@@ -29,13 +29,9 @@ from tasks.errors import NoCheckpoints, SeveralSeries
 from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
-<<<<<<< HEAD
 from tasks.spec.labels import order_of
-from tasks.spec.names import how_many, name_of
+from tasks.spec.names import how_many, in_few_words, name_of
 from tasks.spec.steps import is_export, step_of
-=======
-from tasks.spec.names import how_many, in_few_words, name_of, step_of
->>>>>>> a6aa2b49 (Say where a checkpoint's tokenizer comes from)
 from tasks.spec.suites import SuiteRequest
 
 Request = TypeVar("Request", EvaluationConfig, SuiteRequest)
@@ -293,20 +289,14 @@ def discover(
         if not waiting_helps or clock() >= deadline:
             break
         sleep(_INCOMPLETE_POLL_SECONDS)
-<<<<<<< HEAD
-    for text in notes:
-        report_event(text)
-    return select(complete_among(checkpoints, path, on_left_out=report_event), selection)
-=======
     selected = select(complete_among(checkpoints, path, on_left_out=report_event), selection)
     noted: dict[str, list[str]] = defaultdict(list)
     for checkpoint in selected:
-        for note in checkpoint.folder.notes if checkpoint.folder else ():
-            noted[note].append(checkpoint.name)
-    for note, names in noted.items():
-        report_event(f"{in_few_words(names)}: {note}")
+        for text in checkpoint.folder.notes if checkpoint.folder else ():
+            noted[text].append(checkpoint.name)
+    for text in (*notes, *(f"{in_few_words(names)}: {text}" for text, names in noted.items())):
+        report_event(text)
     return selected
->>>>>>> a6aa2b49 (Say where a checkpoint's tokenizer comes from)
 
 
 def of_series(checkpoints: Sequence[Checkpoint], series: str | None, path: str) -> list[Checkpoint]:

@@ -60,7 +60,7 @@ class PartOptions(OptionGroup):
 
     def named(self, location: str) -> str:
         """Returns the name of a location with these parts."""
-        return with_parts_named({**self.parts(), "model_path": location})["model_path"]
+        return with_parts_named({**self.parts(), "model_path": as_named(location)})["model_path"]
 
 
 @Parameter(name="*")

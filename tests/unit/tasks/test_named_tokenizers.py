@@ -106,10 +106,10 @@ def test_run_without_a_tokenizer_is_not_waited_for_and_asks_for_a_name(tmp_path:
 @pytest.mark.parametrize(
     ("model", "parts", "name"),
     [
-        ("runs/a", {"tokenizer": "t"}, "with(runs/a, tokenizer=t)"),
-        ("runs/a", {"tokenizer": "o/n@v1", "base": "o/b"}, "with(runs/a, tokenizer=hf://o/n%40v1, base=hf://o/b)"),
-        ("mean(runs/a@1+2)", {"chat_template": "c"}, "mean(with(runs/a, template=c)@1+2)"),
-        ("with(runs/a, tokenizer=t)", {"chat_template": "c"}, "with(runs/a, tokenizer=t, template=c)"),
+        ("/r/a", {"tokenizer": "t"}, "with(/r/a, tokenizer=t)"),
+        ("/r/a", {"tokenizer": "o/n@v1", "base": "o/b"}, "with(/r/a, tokenizer=hf://o/n%40v1, base=hf://o/b)"),
+        ("mean(/r/a@1+2)", {"chat_template": "c"}, "mean(with(/r/a, template=c)@1+2)"),
+        ("with(/r/a, tokenizer=t)", {"chat_template": "c"}, "with(/r/a, tokenizer=t, template=c)"),
     ],
 )
 def test_parts_of_a_model_become_a_part_of_its_name(model: str, parts: dict[str, str], name: str) -> None:
