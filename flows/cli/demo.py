@@ -101,7 +101,7 @@ def checkpoints(
         keys = ("uri", "run", "name", "step", "label", "kind", "complete", "problems", "notes")
         print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in checkpoints])
         return
-    _show_checkpoints(checkpoints, path=folder or path)
+    _show_checkpoints(checkpoints, path=folder or parts.named(path))
 
 
 def _show_checkpoints(checkpoints: Sequence[Checkpoint], *, path: str) -> None:

@@ -292,7 +292,7 @@ def discover(
     selected = select(complete_among(checkpoints, path, on_left_out=report_event), selection)
     noted: dict[str, list[str]] = defaultdict(list)
     for checkpoint in selected:
-        for text in checkpoint.folder.notes if checkpoint.folder else ():
+        for text in checkpoint.notes:
             noted[text].append(checkpoint.name)
     for text in (*notes, *(f"{in_few_words(names)}: {text}" for text, names in noted.items())):
         report_event(text)

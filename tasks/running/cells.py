@@ -322,7 +322,7 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
         weights_digest=digests.weights,
         listing=listing_of(checkpoint),
         merge=merge_reference(checkpoint),
-        notes=checkpoint.folder.notes,
+        notes=checkpoint.notes,
     )
     keys = [task.metric_key for task in config.evals]
     more = len(keys) - _MOST_NAMES_IN_A_CELL
