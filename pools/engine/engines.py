@@ -54,6 +54,8 @@ _QUIET = {
 
 PLACEHOLDERS = _PROGRAMS / "placeholders"
 """Folder of packages that a CPU engine's environment cannot have."""
+CHECK_PROGRAM, CHECK = _PROGRAMS / "check_tensors.py", "--check-tensors"
+"""Holds tensors against a config; also run by the serving programs, by this first argument."""
 SLICE_PROGRAM = _PROGRAMS / "serve_vllm_slice.py"
 """Serves on a TPU slice of several VMs."""
 TENSOR_PARALLEL, PIPELINE_PARALLEL, DATA_PARALLEL = (f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data"))

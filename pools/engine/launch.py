@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from pools.config import EngineDevice, InferencePoolConfig
 from pools.engine.engines import (
+    CHECK,
+    CHECK_PROGRAM,
     ENGINES,
     SLICE_PROGRAM,
     engine_kwargs,
@@ -218,6 +220,10 @@ class Launcher(Protocol):
         """Returns the start of a server on loopback at `port` that accepts any model name; or of a host's part."""
         ...
 
+    def check(self, order: Path, answer: Path) -> Launch | None:
+        """Returns the start of `programs/check_tensors.py`; None without such a program."""
+        ...
+
     def warmed(self, client: Client) -> AbstractContextManager[Launcher]:
         """Yields a launcher with quick starts while the block lasts; must return immediately."""
         ...
@@ -252,6 +258,13 @@ class VllmLauncher:
             return Launch(command.command, command.args, self._variables(part))
         start = interpreter_arguments(ENGINES[self.config.device].program)
         return Launch(str(self.environment.python), (*start, *served), self._variables(part))
+
+    def check(self, order: Path, answer: Path) -> Launch | None:
+        if self.server is not None:
+            command = self.server.command(CHECK, str(order), str(answer))
+            return Launch(command.command, command.args, self._variables())
+        arguments = (*interpreter_arguments(CHECK_PROGRAM), str(order), str(answer))
+        return Launch(str(self.environment.python), arguments, self._variables())
 
     def _served(self, kwargs: Mapping[str, Any], checkpoint: ServedCheckpoint, port: int) -> tuple[str, ...]:
         return server_arguments(kwargs, folder=str(checkpoint.folder), name=self.config.model.name, port=port)
@@ -301,6 +314,17 @@ def engine_job(name: str, config: InferencePoolConfig, launch: Launch, *, key: s
         resources=ResourceConfig(),  # no device: its agent has its machine
         environment=create_environment(env_vars={**device, **launch.variables, **own}, inherited=inheritance.ENGINE),
         max_retries_preemption=0,  # the agent decides about a restart, since the model must be proved again
+    )
+
+
+def check_job(launch: Launch) -> JobRequest:
+    """Returns the job of a check of tensors, on the machine of its agent."""
+    return JobRequest(
+        name=f"check-{random.randrange(16**6):06x}",
+        entrypoint=Command(launch.command, launch.arguments),
+        resources=ResourceConfig(),
+        environment=create_environment(env_vars=dict(launch.variables), inherited=inheritance.ENGINE),
+        max_retries_preemption=0,
     )
 
 

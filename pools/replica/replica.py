@@ -15,6 +15,7 @@ from pools.endpoint import Scoring
 from pools.engine.checks import require_read_as_written, scoring_of
 from pools.engine.engine_client import EngineClient
 from pools.engine.engines import RELOADING_WORKER, engine_kwargs, ranks_of, replica_capacity
+from pools.engine.fitting import require_fitting
 from pools.engine.launch import (
     Launch,
     Launcher,
@@ -114,6 +115,8 @@ class ReplicaEngine:
                 loading.how = "already loaded"
                 self._become("ready", checkpoint)
                 return
+            with loading.phase("check"):
+                require_fitting(checkpoint, self._config, launcher=self._launcher, client=self._client)
             if running is None or self.state != "ready":
                 self._start(checkpoint, loading)
                 return

@@ -65,5 +65,8 @@ class FakeLauncher:
         arguments += ["--asked-file", str(self.folder / "asked.txt")] if self.notes_requests else []
         return Launch(sys.executable, tuple(arguments), {})
 
+    def check(self, order: Path, answer: Path) -> Launch | None:
+        return None
+
     def warmed(self, client: Client) -> AbstractContextManager[Launcher]:
         return nullcontext(self)

@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Iterator[Callable[[Path], Loading]]:
-    model = {"name": "m", "engine_kwargs": {"kv_cache_memory_bytes": "64M", "dtype": "float32"}}
+def load(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[Path], Loading]]:
+    model = {"name": "m", "engine_kwargs": {"kv_cache_memory_bytes": "64M", "dtype": "float32", **request.param}}
     config = InferencePoolConfig.model_validate({"model": model, "reload_audit_share": 0})
     client = LocalClient(tmp_path / "jobs", grace_seconds=20.0)
     gang = Gang("replica-0", config, host="127.0.0.1", token="join", start=0)
@@ -46,12 +46,14 @@ def load(tmp_path: Path) -> Iterator[Callable[[Path], Loading]]:
         client.shutdown()
 
 
-def written(folder: Path, *, seed: int = 0, lacks: str = "", **settings: Any) -> Path:
-    """Writes a tiny Llama with a separate output layer, without the tensor `lacks`, and with tokenizer `settings`."""
+def written(folder: Path, *, seed: int = 0, lacks: str = "", wider: str = "", **settings: Any) -> Path:
+    """Writes a tiny Llama with a separate output layer, without the tensor `lacks`, with a column too many in `wider`,
+    and with tokenizer `settings`."""
     write_byte_tokenizer(write_nano_llama(folder, hidden=64, seed=seed))
-    if lacks:
+    if lacks or wider:
         shapes = {name: tensor.shape for name, tensor in read_tensors(inspect_model_folder(str(folder))).items()}
-        del shapes[lacks]
+        shapes.pop(lacks, None)
+        shapes |= {name: (*shape[:-1], shape[-1] + 1) for name, shape in shapes.items() if name == wider}
         write_safetensors(folder / "model.safetensors", seed=seed, parameters=shapes)
     named = folder / "tokenizer_config.json"
     named.write_text(json.dumps({**json.loads(named.read_text()), **settings}))
@@ -89,6 +91,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"lacks": UP}, rf"1 of its tensors are missing, such as {UP}"),
+    "wider": ({"wider": UP}, rf"{UP} has the shape \[128, 65\], and its config makes \[128, 64\]"),
+}
+
+
+@pytest.mark.parametrize("load", [{}], indirect=True)
+def test_tensors_that_do_not_fit_are_refused_before_any_engine_starts_or_ends(
+    tmp_path: Path, load: Callable[[Path], Loading]
+) -> None:
+    def refuse_all(before: str) -> None:
+        for name, (damage, message) in UNFIT.items():
+            with pytest.raises(ModelUnusable, match=message):
+                load(written(tmp_path / f"{name}-{before}", **damage))
+
+    refuse_all("first")
+    sound = written(tmp_path / "sound-1", seed=1)
+    assert load(sound).how == "cold start"
+    refuse_all("later")
+    assert load(sound).how == "already loaded"
+    again = load(written(tmp_path / "sound-2", seed=2))
+    assert again.how == "restart" and again.phases["check"] < 1
+
+
+@pytest.mark.parametrize("load", [{"load_format": "safetensors"}], indirect=True)  # leaves tensors to the engine
 def test_checkpoints_that_vllm_misreads_or_ends_of_are_refused_or_served(
     tmp_path: Path, load: Callable[[Path], Loading]
 ) -> None:

@@ -62,8 +62,7 @@ _SIOCGIFADDR = 0x8915  # Linux' call for the address of an interface
 
 def preload(arguments: list[str]) -> None:
     """Imports the modules of a server, and replaces functions."""
-    # An isolated interpreter does not search its own folder for middleware and worker.
-    sys.path.extend(place for place in (OWN_FOLDER, f"{OWN_FOLDER}/placeholders") if place not in sys.path)
+    search_own_folder()
     import_all(MODULES, late=LATE_MODULES)
     replace_rank_count()
     leave_embedding_uncompiled()
@@ -81,7 +80,9 @@ def import_all(modules: Sequence[str], *, late: Sequence[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serves until the process is stopped."""
+    """Serves until the process is stopped, or checks tensors if that is requested."""
+    if checks_tensors(arguments):
+        return
     preload([])
     fork_engine_process()
     allocate_kv_cache_untouched()
@@ -90,6 +91,20 @@ def main(arguments: list[str]) -> None:
     entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     keep_address_from_forks(entry)
     run(entry, arguments)
+
+
+def checks_tensors(arguments: list[str]) -> bool:
+    """Returns True after running `check_tensors.py` instead, if the first argument asks for it."""
+    if arguments[:1] != ["--check-tensors"]:
+        return False
+    search_own_folder()
+    importlib.import_module("check_tensors").main(arguments[1:])
+    return True
+
+
+def search_own_folder() -> None:
+    """Lets imports find middleware, worker and placeholders, which an isolated interpreter does not search for."""
+    sys.path.extend(place for place in (OWN_FOLDER, f"{OWN_FOLDER}/placeholders") if place not in sys.path)
 
 
 def run(entry: Any, arguments: list[str]) -> None:

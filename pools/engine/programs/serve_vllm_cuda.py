@@ -51,7 +51,10 @@ def preload(arguments: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serves until the process is stopped."""
+    """Serves until the process is stopped, or checks tensors if that is requested."""
+    sys.path.append(str(Path(__file__).parent))
+    if importlib.import_module("serve_vllm").checks_tensors(arguments):
+        return
     import_everything()
     for name, value in _set_by_imports.items():  # a fork gets the variables of its run
         os.environ.setdefault(name, value)
