@@ -20,7 +20,7 @@ from resources.settings import set_process_environment_defaults
 from resources.storage import storage
 from tasks.checkpoints.checkpoint import LOADED_NATIVELY, Checkpoint
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.checkpoints.merged import write_merged
+from tasks.checkpoints.merged import write_checkpoint
 from tasks.running.warm import warm_programs
 from tasks.spec.names import how_many
 
@@ -73,35 +73,29 @@ def demo(
 
 def checkpoints(
     path: Annotated[str, Parameter(help="A checkpoint, a run, or the name of a merged checkpoint.")],
-    folder: Annotated[str | None, Parameter(help="With --materialize, the folder.")] = None,
     /,
     *,
     parts: PartOptions = PartOptions(),
-    materialize: bool = False,
+    export: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Show what a folder holds: its checkpoints, those that can be evaluated, and why not the others.
 
     Args:
-        materialize: Write a merged checkpoint to FOLDER.
+        export: Write the checkpoint, as an engine loads it, to this new folder: merged, or with safetensors made of
+            its weights.
     """
-    if materialize != (folder is not None):
-        raise BadInput(
-            expected="--materialize with the name of a merged checkpoint and a folder, or neither",
-            found="--materialize alone" if materialize else f"{folder} alone",
-            remedy="for example: assay checkpoints --materialize 'mean(runs/a@last:5)' averaged",
-        )
-    if folder is not None and not storage.is_local(folder):
-        raise BadInput(expected="a folder of this machine", found=folder, remedy="write it here, and copy it there")
+    if export is not None and not storage.is_local(export):
+        raise BadInput(expected="a folder of this machine", found=export, remedy="write it here, and copy it there")
     checkpoints = find_checkpoints(parts.named(path))
-    if folder is not None:
-        write_merged(checkpoints[0], storage.local_path(folder))
-        checkpoints = find_checkpoints(folder)
+    if export is not None:
+        write_checkpoint(checkpoints, storage.local_path(export))
+        checkpoints = find_checkpoints(export)
     if as_json:
         keys = ("uri", "run", "name", "step", "label", "kind", "complete", "problems", "notes")
         print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in checkpoints])
         return
-    _show_checkpoints(checkpoints, path=folder or parts.named(path))
+    _show_checkpoints(checkpoints, path=export or parts.named(path))
 
 
 def _show_checkpoints(checkpoints: Sequence[Checkpoint], *, path: str) -> None:

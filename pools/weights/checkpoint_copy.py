@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -55,8 +56,8 @@ def copy_checkpoint(filling: Filling, *, parallel_files: int, range_bytes: int) 
     total_bytes = sum(source.size for source in sources.values())
     filling.make_room(total_bytes)
     content = partial / "content"
-    for left in content.glob("*"):
-        if left.name.removesuffix(".partial") not in sources:
+    for left in content.rglob("*"):
+        if left.is_file() and str(left.relative_to(content)).removesuffix(".partial") not in sources:
             left.unlink()
     content_digests = copy_files(
         sources,
@@ -137,8 +138,7 @@ def _require_copied(
         digests = digest_model_folder(replace(copied, files=as_remote))
         damaged = ", ".join(f"another digest of the {part}" for part in _differing(digests, planned))
     if damaged:
-        for path in content.iterdir():
-            path.unlink()
+        shutil.rmtree(content)
         raise StorageError(
             expected=f"a copy of {remote.uri} as it was planned",
             found=f"{damaged}; the copy was removed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -48,10 +49,25 @@ def convert_pickled(making: Making) -> None:
         if not _is_made(making, target, making.folder.files[name].size)
     ]
     if shards:
-        _run(making, {"shards": shards, "tied": making.folder.config.get("tie_word_embeddings") is not False})
+        _run(making, {"shards": shards, "ties": _ties(making)})
     for target in targets:
         unwrap_names(making.content / target)
     _write_index(making, targets)
+
+
+def export_distributed(making: Making) -> None:
+    """Makes safetensors of what torch.distributed.checkpoint saved."""
+    target = making.content / "model.safetensors"
+    if target.is_file():
+        return
+    folder = making.content.parent / "shards"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name in making.folder.weight_files:
+        place = storage.local_path(making.folder.files[name].place).resolve()
+        (folder / storage.basename(name)).symlink_to(place)
+    _run(making, {"folder": str(folder), "target": str(target), "ties": _ties(making)})
+    unwrap_names(target)
 
 
 def rewrite_shards(making: Making) -> None:
@@ -90,6 +106,11 @@ def rewrite_shards(making: Making) -> None:
             os.fsync(written.fileno())
             unfinished.rename(target)
     _write_index(making, making.folder.weight_files)
+
+
+def _ties(making: Making) -> bool | None:
+    tied = making.folder.config.get("tie_word_embeddings")
+    return tied if isinstance(tied, bool) else None
 
 
 def _targets(count: int) -> list[str]:

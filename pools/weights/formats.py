@@ -32,7 +32,13 @@ _MOST_WRAPPERS = 8  # around each other
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_RECIPE = "adapter 1"
 """Recipe for an adapter on its base; increase its number when the same files give other numbers."""
+DISTRIBUTED_RECIPE = "dcp 1"
+SHARDED_FOLDER = "pytorch_model_fsdp_0"
+"""Folder in a checkpoint of accelerate 1.15 with FSDP's shards, written by torch.distributed.checkpoint."""
+_FULL_NAME = "pytorch_model_fsdp.bin"  # the same by accelerate with FULL_STATE_DICT
+_DISTRIBUTED = ".distcp"
 _PICKLED_INDEX = f"{PICKLED_NAME}.index.json"
+_ZIP_FIRST, _ZIP_LAST, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
 _WEIGHTS = (
     "*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "*.gguf", "tf_model.h5", "flax_model.msgpack",
     "consolidated*.pth",
@@ -60,10 +66,8 @@ class Weights(NamedTuple):
 
 def weights_in(files: Mapping[str, FileInfo], problems: list[str]) -> Weights:
     """Returns the weights that count among the files of a folder, by name; a failure is appended to `problems`."""
-    for single, index, recipe in (
-        ("model.safetensors", INDEX_NAME, None),
-        (PICKLED_NAME, _PICKLED_INDEX, PICKLED_RECIPE),
-    ):
+    for single, recipe in (("model.safetensors", None), (PICKLED_NAME, PICKLED_RECIPE), (_FULL_NAME, PICKLED_RECIPE)):
+        index = f"{single}.index.json"
         if index in files:
             weight_map = read_json(files[index], problems).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
@@ -71,13 +75,17 @@ def weights_in(files: Mapping[str, FileInfo], problems: list[str]) -> Weights:
                 return Weights()
             shard_of = {name: str(shard) for name, shard in weight_map.items()}
             shards = tuple(sorted(set(shard_of.values())))
-            if recipe is not None and (odd := [name for name in shards if "/" in name or not name.endswith(".bin")]):
-                problems.append(f"{index} names {ascii(odd[0])[1:-1]}, which is no file of weights in this folder")
-                return Weights()
             counted = (index, *shards) if recipe else shards
-            return Weights(counted, shard_of, index, recipe, _left_out(files, shards, index))
+            return Weights(counted, shard_of, index, recipe, _notes(files, counted, index, recipe))
         if single in files:
-            return Weights((single,), made_by=recipe, notes=_left_out(files, (single,), single))
+            return Weights((single,), made_by=recipe, notes=_notes(files, (single,), single, recipe))
+    for place in (f"{SHARDED_FOLDER}/", ""):
+        held = tuple(sorted(name for name in files if name.startswith(place) and _is_distributed(name[len(place) :])))
+        if any(name.endswith(_DISTRIBUTED) for name in held):
+            if f"{place}.metadata" not in held:
+                problems.append(f"{place}.metadata is not there, which is written when all shards are")
+            chosen = f"the shards of torch.distributed.checkpoint{' in ' if place else ''}{place}"
+            return Weights(held, made_by=DISTRIBUTED_RECIPE, notes=_notes(files, held, chosen, DISTRIBUTED_RECIPE))
     shards = [name for name in files if name.endswith(".safetensors")]
     if "consolidated.safetensors" in files or "consolidated.00.pth" in files:
         problems.append(
@@ -98,13 +106,34 @@ def is_adapter(files: Mapping[str, FileInfo]) -> bool:
     return ADAPTER_CONFIG in files and not {"model.safetensors", INDEX_NAME, PICKLED_NAME, _PICKLED_INDEX} & set(files)
 
 
-def _left_out(files: Mapping[str, FileInfo], counted: Sequence[str], chosen: str) -> tuple[str, ...]:
+def _is_distributed(name: str) -> bool:
+    return name == ".metadata" or ("/" not in name and name.endswith(_DISTRIBUTED))
+
+
+def _notes(files: Mapping[str, FileInfo], counted: Sequence[str], chosen: str, recipe: str | None) -> tuple[str, ...]:
+    made = (f"safetensors are made of {chosen} while it is staged",) if recipe else ()
     others = [name for name in files if any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
     left = sorted(set(others) - set(counted))
     if not left:
-        return ()
+        return made
     more = f" and {len(left) - _MOST_NAMED} more" if left[_MOST_NAMED:] else ""
-    return (f"weights are from {chosen}; left out: {ascii(', '.join(left[:_MOST_NAMED]))[1:-1]}{more}",)
+    return (*made, f"weights are from {chosen}; left out: {ascii(', '.join(left[:_MOST_NAMED]))[1:-1]}{more}")
+
+
+def cut_off(file: FileInfo) -> str | None:
+    """Returns the problem of a file of torch without its end, which is written last; None for other files."""
+    name, end = storage.basename(file.uri), max(0, file.size - _ZIP_END_BYTES)
+    if not name.endswith(".bin"):
+        return None
+    try:
+        first = storage.read_bytes(file.place, start=0, end=len(_ZIP_FIRST))
+        last = storage.read_bytes(file.place, start=end, end=file.size)
+    except FileNotFoundError:
+        return f"{name} is gone"
+    except StorageError as error:
+        return _unreadable(file, error)
+    cut = not first or (first == _ZIP_FIRST and not last.startswith(_ZIP_LAST))
+    return f"{name} is cut off ({file.size} bytes)" if cut else None
 
 
 def unwrapped(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -12,6 +12,7 @@ from pools.weights.content import file_identity
 from pools.weights.formats import ADAPTER_RECIPE
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_model_folder, served_files, small_files
+from pools.weights.overrides import without_options
 from resources.environments.environments import ENVIRONMENTS, ensure_environment, is_built
 from resources.storage import storage
 from resources.storage.bounded_folder import Hold
@@ -65,7 +66,7 @@ def make_checkpoint(
     made_bytes = sum(file.size for file in served_files(planned).values())
     made_bytes += sum(each.files[name].size for each in planned.inputs for name in each.weight_files)
     is_adapter = planned.made_by == ADAPTER_RECIPE  # its files are small, and read where they are
-    if is_adapter or storage.is_local(planned.uri):
+    if is_adapter or storage.is_local(without_options(planned.uri)):
         require_planned(filling.uri, digest_model_folder(planned), filling.digests)
         filling.make_room(made_bytes)
         folder = planned
@@ -73,8 +74,7 @@ def make_checkpoint(
         room = partial(_make_room_for_both, filling, made_bytes)
         copying = replace(filling, partial=filling.partial / "inputs", make_room=room, on_progress=None)
         copied = copy_checkpoint(copying, parallel_files=parallel_files, range_bytes=range_bytes)
-        files = {file.uri.removeprefix(f"{copied}/"): file for file in storage.list_files(str(copied))}
-        folder = replace(planned, uri=str(copied), files=files)
+        folder = replace(planned, uri=str(copied), files=inspect_model_folder(str(copied)).files)
     read = [] if is_adapter else _identities(folder)
     content = filling.partial / "content"
     content.mkdir(parents=True, exist_ok=True)
@@ -94,4 +94,5 @@ def _make_room_for_both(filling: Filling, made_bytes: int, copied_bytes: int) ->
 
 def _identities(folder: ModelFolder) -> list[object]:
     with storage.reported(folder.uri, "look at"):
-        return [file_identity(storage.local_path(file.place).resolve()) for file in served_files(folder).values()]
+        files = [file.place for file in served_files(folder).values() if storage.is_local(file.place)]
+        return [file_identity(storage.local_path(place).resolve()) for place in files]

@@ -20,8 +20,10 @@ from pools.weights.formats import (
     INDEX_NAME,
     INDEX_RECIPE,
     PREFIX_RECIPE,
+    SHARDED_FOLDER,
     Tensor,
     Weights,
+    cut_off,
     irregular,
     is_adapter,
     read_json,
@@ -51,7 +53,7 @@ _NOT_THERE = (" is missing", " is there", " is not there", " is gone", " weight 
 _NEVER_SERVED = (
     # Weights in other formats, and adapters, which engines would mistake for the weights.
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.npz", "*.npy", "*.pkl",
-    "*.onnx", "consolidated*", "adapter_*", INDEX_NAME,
+    "*.onnx", "*.distcp", "consolidated*", "adapter_*", INDEX_NAME,
     # Files of trainers and users, different at every step.
     ".*", "*.partial", "*.md", "*.log", "*.jsonl", "*.csv", "trainer_state.json", "*_results.json", "latest",
     "events.out.tfevents*", "STABLE",
@@ -158,7 +160,8 @@ def inspect_model_folder(
     present = [name for name in weights.files if name in described.files]
     made_by, notes = weights.made_by, weights.notes
     if made_by is not None:
-        problems += filter(None, (irregular(described.files[name]) for name in present))
+        inputs = [described.files[name] for name in present]
+        problems += filter(None, (irregular(file) or cut_off(file) for file in inputs))
     else:
         names, twice = _names_in([described.files[name] for name in present], weights, problems)
         plain, words = unwrapped(names)
@@ -223,7 +226,8 @@ def inspect_reference_folder(
     listed = checkpoint_files(place) if files is None else files
     prefix = place.rstrip("/") + "/"
     own = {info.uri.removeprefix(prefix): info for info in listed}
-    by_name, missing, notes = described_by(uri, {name: own[name] for name in own if "/" not in name}, files_in)
+    own = {name: info for name, info in own.items() if name.rpartition("/")[0] in ("", SHARDED_FOLDER)}
+    by_name, missing, notes = described_by(uri, own, files_in)
     problems: list[str] = []
     config = _read_config(by_name, problems)
     problems += missing

@@ -353,6 +353,8 @@ def _maker(recipe: str) -> Callable[[Making], None]:
             from pools.weights.converting import convert_pickled as make
         case "adapter":
             from pools.weights.adapter_merging import merge_adapter as make
+        case "dcp":
+            from pools.weights.converting import export_distributed as make
         case "index" | "prefix":
             from pools.weights.converting import rewrite_shards as make
         case unknown:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from pools.weights.formats import INDEX_NAME
+from pools.weights.formats import INDEX_NAME, SHARDED_FOLDER
 from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder, is_native
 from pools.weights.merges import merge_of, with_each_location
 from pools.weights.model_files import checkpoint_files
@@ -150,9 +150,10 @@ def layouts_in(files: Iterable[FileInfo]) -> Layouts:
         folders[file.uri.rpartition("/")[0]].append(file)
     native, states = _native_folders(folders), training_states(folders)
     of_states = {state.folder for state in states}
+    whole = {folder: [*held, *folders.get(f"{folder}/{SHARDED_FOLDER}", ())] for folder, held in folders.items()}
     exports = [
         (folder, held)
-        for folder, held in folders.items()
+        for folder, held in whole.items()
         if not (native and any(outer in native for outer in _upwards(folder)))
         and not (of_states and only_state(folder, held, of_states))
         and _looks_like_checkpoint(folder, held)

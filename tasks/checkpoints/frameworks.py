@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
+from pools.weights.formats import PICKLED_NAME, SHARDED_FOLDER
 from resources.errors import StorageError
 from resources.storage import storage
 from resources.storage.listings import FileInfo
@@ -147,7 +148,8 @@ def _root(folder: str, folders: Folders) -> str:
     parent = storage.parent(folder)
     if step_of(storage.basename(folder)) is not None:  # DeepSpeed's global_stepN lies in transformers' checkpoint-N
         return parent if step_of(storage.basename(parent)) is not None else folder
-    return parent if step_of(storage.basename(parent)) is not None or _of_nemo(parent, folders) else folder
+    within = step_of(storage.basename(parent)) is not None or storage.join(parent, SHARDED_FOLDER) in folders
+    return parent if within or _of_nemo(parent, folders) else folder
 
 
 def _of_nemo(folder: str, folders: Folders) -> bool:
@@ -199,9 +201,9 @@ def _remedy(root: str, names: set[str]) -> str:
         )
     if shards := sorted(part for name in names if (part := name.partition("/")[0]).startswith(_FSDP)):
         return (
-            f"a checkpoint of FSDP by accelerate; export it: mkdir -p {storage.parent(export)} && "
-            f"accelerate merge-weights {storage.join(root, shards[0])} {export}, "
-            f"and copy config.json and the tokenizer from {root}; or train with FULL_STATE_DICT as state_dict_type"
+            f"a checkpoint of FSDP by accelerate without config.json: copy it and the model's tokenizer into {root}; "
+            f"or export it: mkdir -p {storage.parent(export)} && "
+            f"accelerate merge-weights {storage.join(root, shards[0])} {export}, and copy them there"
         )
     if any(name.startswith("model_and_optim/") for name in names):
         return (
@@ -223,9 +225,12 @@ def _export_of(root: str) -> str:
 
 
 def only_state(folder: str, files: Sequence[FileInfo], states: Set[str]) -> bool:
-    """Returns True if a folder belongs to a training state and is no export, which has weights or is called `hf`."""
+    """Returns True if a folder belongs to a training state and is no export: an export has weights, or is called `hf`,
+    or has the model's config, with which shards are exported while staged."""
     parent = storage.parent(folder)
     if states.isdisjoint((folder, parent, storage.parent(parent))):
         return False
-    weights = (".safetensors", "/pytorch_model.bin", "/pytorch_model.bin.index.json")
-    return storage.basename(folder) != "hf" and not any(file.uri.endswith(weights) for file in files)
+    names = {file.uri.removeprefix(f"{folder}/") for file in files}
+    described = "config.json" in names and any(name.endswith(_SHARD) for name in names)
+    weights = any(name.endswith(".safetensors") or name.startswith(PICKLED_NAME) for name in names)
+    return storage.basename(folder) != "hf" and not weights and not described

@@ -54,19 +54,22 @@ def merge_reference(checkpoint: Checkpoint) -> MergeReference | None:
     return MergeReference(kind=merge.kind, parameter=merge.parameter, inputs=tuple(inputs))
 
 
-def write_merged(checkpoint: Checkpoint, target: Path) -> None:
-    """Writes a merged checkpoint into a folder, with tokenizer and config; the folder appears once it is complete."""
-    if merge_of(checkpoint.uri) is None:
+def write_checkpoint(found: Sequence[Checkpoint], target: Path) -> None:
+    """Writes the single checkpoint that was found, as an engine loads it: merged, or with the safetensors that are made
+    of its weights, with tokenizer and config. The folder appears once it is complete."""
+    if len(found) != 1:
         raise BadInput(
-            expected="the name of a merged checkpoint, such as mean(runs/a@last:5)",
-            found=checkpoint.uri,
-            remedy="copy its folder, which is there",
+            expected="a single checkpoint, or the name of a merged checkpoint, such as mean(runs/a@last:5)",
+            found=in_few_words(checkpoint.name for checkpoint in found),
+            remedy="name the folder of one of them",
         )
+    [checkpoint] = found
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise BadInput(expected=f"{target} to be absent or empty", found="something in it", remedy="name another")
     if checkpoint.folder is None:
         problems = "; ".join(checkpoint.problems)
         raise IncompleteCheckpoint(expected=f"complete checkpoints in {checkpoint.uri}", found=problems, remedy="wait")
+    checkpoint.folder.require_complete()
     digests = digest_model_folder(checkpoint.folder)
     uri = with_each_location(checkpoint.uri, storage.absolute)
     with storage.reported(str(target), "write"), staging() as copies, copies.stage(uri, digests) as staged:

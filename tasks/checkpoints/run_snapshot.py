@@ -277,7 +277,7 @@ class _Listed(NamedTuple):
                 entries.append((name, 0))
             elif name in _ALIKE:
                 entries.append((name, file.checksum or file.size))
-            elif name.endswith(".safetensors"):
+            elif name.endswith((".safetensors", ".bin", ".distcp", ".metadata")):
                 entries.append((name, file.size))
         return frozenset(entries)
 

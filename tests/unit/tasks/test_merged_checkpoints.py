@@ -173,7 +173,7 @@ def test_merged_checkpoint_is_written_whole_into_a_folder_of_its_own_and_nowhere
     run: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "averaged" / "step-40"
-    shown = invoke(["checkpoints", "--materialize", f"mean({run}@last:2)", str(target), "--json"])
+    shown = invoke(["checkpoints", "--export", str(target), f"mean({run}@last:2)", "--json"])
     assert shown.exit_code == 0, shown.output
     assert [(checkpoint["uri"], checkpoint["complete"]) for checkpoint in json.loads(shown.stdout)] == [
         (str(target), True)
@@ -184,7 +184,7 @@ def test_merged_checkpoint_is_written_whole_into_a_folder_of_its_own_and_nowhere
     assert (target / "model.safetensors").read_bytes() != (last / "model.safetensors").read_bytes()
     assert list(target.parent.iterdir()) == [target]
     before = {path.name: path.read_bytes() for path in target.iterdir()}
-    again = invoke(["checkpoints", "--materialize", f"mean({run}@last:3)", str(target)])
+    again = invoke(["checkpoints", "--export", str(target), f"mean({run}@last:3)"])
     assert isinstance(again.exception, BadInput) and "to be absent or empty" in again.exception.expected
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
@@ -192,13 +192,11 @@ def test_merged_checkpoint_is_written_whole_into_a_folder_of_its_own_and_nowhere
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--materialize", "{run}/hf/step-40", "{run}/x"], "the name of a merged checkpoint"),
-        (["--materialize", "mean({run}@last:2)"], "and a folder"),
-        (["mean({run}@last:2)", "{run}/x"], "and a folder"),
-        (["--materialize", "mean({run}@last:2)", "gs://bucket/x"], "a folder of this machine"),
+        (["--export", "{run}/x", "{run}"], "a single checkpoint"),
+        (["--export", "gs://bucket/x", "mean({run}@last:2)"], "a folder of this machine"),
     ],
 )
-def test_writing_of_what_is_no_merged_checkpoint_or_to_nowhere_is_refused(
+def test_writing_of_several_checkpoints_or_to_nowhere_is_refused(
     run: Path, arguments: list[str], expected: str
 ) -> None:
     refused = invoke(["checkpoints", *(argument.format(run=run) for argument in arguments)])
