@@ -50,6 +50,7 @@ class Pass:
     error: AssayError | None
     scheduled: int = 0
     decided: int = 0
+    gone: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the values for `--json`, which are also the flow's result."""
@@ -60,6 +61,7 @@ class Pass:
             "succeeded": self.succeeded,
             "failed": self.failed,
             "decided_early": self.decided,
+            "gone": self.gone,
             "left_to_others": self.left,
             "scheduled": self.scheduled,
             "error": str(self.error) if self.error else None,
@@ -210,7 +212,8 @@ def _concluded(state: Reconciliation, cells: Sequence[Cell], errors: Sequence[As
     cells = [cell for cell in latest if unfinished_verdict(cell) is None]
     records = [recorded.record for recorded in map(standing_record, cells) if recorded is not None]
     succeeded = sum(record.succeeded for record in records)
-    failed = [record for record in records if not record.succeeded and record.created >= since]
+    gone = sum(record.status == "gone" for record in records)
+    failed = [record for record in records if record.status not in ("succeeded", "gone") and record.created >= since]
     error: AssayError | None = errors[0] if errors else None
     if error is None and failed:
         ours = all(record.status == "infra_failed" for record in failed)
@@ -220,8 +223,8 @@ def _concluded(state: Reconciliation, cells: Sequence[Cell], errors: Sequence[As
             found=f"{len(failed)} failed. The first, {failed[0].checkpoint.name}:\n{failed[0].reason}",
             remedy="see why with `assay status --gaps`; failures of machines are tried again by themselves",
         )
-    left = len(cells) - succeeded - len(failed)
-    return Pass(state, succeeded, len(failed), left, error, decided=len(latest) - len(cells))
+    left = len(cells) - succeeded - len(failed) - gone
+    return Pass(state, succeeded, len(failed), left, error, decided=len(latest) - len(cells), gone=gone)
 
 
 @pipeline(FLOW, run_name="evaluate {policy} · {cells}")

@@ -8,8 +8,9 @@ from concurrent.futures import CancelledError
 from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
-RecordStatus = Literal["succeeded", "failed", "infra_failed", "withheld"]
-"""Outcome of an evaluation of a cell; model or benchmark cause `failed`, Assay or the machines cause `infra_failed`."""
+RecordStatus = Literal["succeeded", "failed", "infra_failed", "withheld", "gone"]
+"""Outcome of an evaluation of a cell; model or benchmark cause `failed`, Assay or the machines cause `infra_failed`,
+someone who removes the checkpoint's folder `gone`, which is no failure."""
 _SHOWN_NAMES = 20
 _PACKAGES = ("flows", "tasks", "pools", "resources")
 
@@ -100,9 +101,9 @@ class IncompleteCheckpoint(CheckpointError):
 
 
 class CheckpointGone(IncompleteCheckpoint):
-    """A checkpoint's folder was removed, as by trainers that keep the newest few; no failure of the model."""
+    """A checkpoint's folder was removed, as by trainers that keep the newest few; no failure, and not tried again."""
 
-    record_status = "infra_failed"
+    record_status = "gone"
 
 
 class UnsatisfiableResources(BadInput):

@@ -267,7 +267,9 @@ def show_series(result: SeriesResult, *, as_json: bool, sinks: Sequence[Sink] = 
         if result.evaluated == 0 and result.error is None:
             say(f"Nothing to evaluate: {how_many(result.already_recorded, 'cell')} recorded already.")
         else:
-            say(f"Evaluated {result.evaluated}, already recorded {result.already_recorded}.")
+            gone = sum(record.status == "gone" for record in result.records)
+            more = f", gone {gone}" if gone else ""
+            say(f"Evaluated {result.evaluated}, already recorded {result.already_recorded}{more}.")
         if result.report:
             say(f"Report: {result.report}")
         say(*result.alerts)

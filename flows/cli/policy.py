@@ -66,7 +66,7 @@ def status(
         _show_plan(policy, use_index=not no_index)
     elif gaps:
         _, _, state = _snapshot(policy, use_index=not no_index)
-        if state.work or state.others:
+        if state.every or state.gone:
             OUT.print(gaps_table(state))
         say(_summary(state))
     elif watch:
@@ -302,4 +302,5 @@ def _summary(state: Reconciliation) -> str:
     done += f" done, {early:,} decided early" if early else " done"
     words = f"{done}, {len(state.work):,} to do, {len(state.others) - early:,} waiting for something."
     not_wanted = f" {how_many(left_out, 'checkpoint')} {'is' if left_out == 1 else 'are'} not wanted."
-    return words + (not_wanted if left_out else "")
+    gone = f" {how_many(len(state.gone), 'cell')} of removed checkpoints." if state.gone else ""
+    return words + (not_wanted if left_out else "") + gone

@@ -78,7 +78,7 @@ def run_series(
 
         def take(update: Update) -> None:
             nonlocal verdict
-            if isinstance(update, CellDone):
+            if isinstance(update, CellDone) and update.status != "gone":
                 evaluated.add(update.cell)
             elif isinstance(update, Judged):
                 verdict = update.verdict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,6 +17,7 @@ from tasks.policies.policy import Overrides, Policy, RetryBudget, WantedEvaluati
 from tasks.records.index import Evaluated, RunRecords
 from tasks.records.usage import IndexedRecord
 from tasks.running.claims.files import CLOCKS_DIFFER_SECONDS, SeenClaim
+from tasks.spec.labels import place_in
 
 _ANY_TIME_BEFORE = 1.0  # later than 0, the time without an override
 
@@ -32,6 +33,7 @@ State = Literal[
     "not_served",
     "held",
     "decided_early",
+    "gone",
 ]
 """The reason that a requested cell is not done.
 
@@ -46,6 +48,7 @@ stopped: cancelled by `assay cancel`; needs `assay retry`.
 not_served: in a trainer's own layout (export it or use Levanter), or a duplicate checkpoint name (remove either).
 held: waits for the whole evaluation of an earlier checkpoint, which it is compared with early.
 decided_early: not worse by an early verdict; evaluated whole only on an alarm.
+gone: the checkpoint was removed before its evaluation; nothing is left to do.
 """
 ON_ITS_WAY: frozenset[State] = frozenset({"work", "backing_off", "claimed", "scheduled", "held"})
 """States of cells that get a record or an early verdict without user action."""
@@ -117,6 +120,8 @@ class Reconciliation:
     work: Sequence[OpenCell]
     others: Sequence[OpenCell]
     left_out: int
+    gone: Sequence[OpenCell] = ()
+    """Cells of removed checkpoints, which are not open any more."""
 
     @property
     def done_count(self) -> int:
@@ -142,7 +147,8 @@ def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> 
     work = [cell for part in parts for cell in part.work]
     work.sort(key=lambda cell: (-cell.evaluation.priority, cell.checkpoint.order, cell.run))
     others = [cell for part in parts for cell in part.others]
-    return Reconciliation(done, work, others, sum(part.left_out for part in parts))
+    gone = [cell for part in parts for cell in part.gone]
+    return Reconciliation(done, work, others, sum(part.left_out for part in parts), gone)
 
 
 _WantedOf = dict[Inputs, tuple[Sequence[WantedEvaluation], frozenset[str]]]
@@ -186,7 +192,19 @@ def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> Reconc
         open_cells = _early_or_whole(listing, listing.early, open_cells, wanted_of)
     work = [cell for cell in open_cells if cell.state == "work"]
     others = [cell for cell in open_cells if cell.state != "work"]
-    return Reconciliation(done, work, others, sum(checkpoint.inputs not in wanted_of for checkpoint in complete))
+    left_out = sum(checkpoint.inputs not in wanted_of for checkpoint in complete)
+    return Reconciliation(done, work, others, left_out, list(_gone(listing)))
+
+
+def _gone(listing: RunListing) -> Iterator[OpenCell]:
+    listed = {checkpoint.name for checkpoint in listing.checkpoints}
+    evaluations = {hash_: each for each in listing.evaluations for hash_ in (each.hash, each.native_hash)}
+    for record in listing.records.others:
+        evaluation, place = evaluations.get(record.evaluation_hash), place_in(record.cell.partition("/")[0])
+        if record.status == "gone" and record.checkpoint not in listed and evaluation and place:
+            step, label = place
+            seen = SeenCheckpoint("", record.checkpoint, step, "huggingface", record.listing or "", (), label=label)
+            yield OpenCell(listing.name, seen, evaluation, "gone", record.reason)
 
 
 def _early_or_whole(

@@ -34,6 +34,7 @@ _SHOWN: dict[State, tuple[str, str, str]] = {
     "not_served": ("cannot be served", "dim", ""),
     "held": ("waits for a baseline", "dim", ""),
     "decided_early": ("decided early: not worse", "green", ""),
+    "gone": ("gone", "dim", ""),
 }
 _TO_COME = ON_ITS_WAY | {"waiting"}
 _VERDICTS = {"GO": Text("GO", "green"), "NO-GO": Text("NO-GO", "red"), None: Text("·", "dim")}
@@ -140,10 +141,10 @@ def _named(*others: str, of: Iterable[OpenCell]) -> list[Column]:
 
 
 def gaps_json(policy: Policy, reconciliation: Reconciliation) -> dict[str, Any]:
-    """Returns the open cells with their states."""
+    """Returns the open cells, and those of removed checkpoints, with their states."""
     cells = [
         {**_identity(cell), "state": cell.state, "reason": cell.reason, "until": _until(cell)}
-        for cell in reconciliation.every
+        for cell in (*reconciliation.every, *reconciliation.gone)
     ]
     counts = Counter(cell["state"] for cell in cells)
     return {
@@ -157,10 +158,10 @@ def gaps_json(policy: Policy, reconciliation: Reconciliation) -> dict[str, Any]:
 
 def gaps_table(reconciliation: Reconciliation) -> Table:
     """Returns the gaps as a table with a row for each checkpoint and reason."""
-    every = reconciliation.every
+    every = [*reconciliation.every, *reconciliation.gone]
     columns = ("State", *_named("Evaluation", "Why", of=every), "Until, or what to do")
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for state, cells in reconciliation.by_state().items():
+    for state, cells in [*reconciliation.by_state().items(), ("gone", reconciliation.gone)]:
         word, style, remedy = _SHOWN[state]
         for number, (cell, evaluations) in enumerate(_together(cells)):
             if number == _MOST_ROWS:
@@ -190,18 +191,20 @@ def status_json(
     verdicts: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Returns the grid: the states of each suite's evaluations and the gate's verdict by run and checkpoint."""
-    states = {(c.checkpoint.uri, c.evaluation.hash): c.state for c in reconciliation.every}
+    cells = [*reconciliation.every, *reconciliation.gone]
+    states = {(cell.run, cell.checkpoint.name, cell.evaluation.hash): cell.state for cell in cells}
     runs = []
     for listing in listings:
         rows = []
-        for checkpoint in listing.checkpoints:
+        gone = {cell.checkpoint.name: cell.checkpoint for cell in reconciliation.gone if cell.run == listing.name}
+        for checkpoint in sorted([*listing.checkpoints, *gone.values()], key=lambda checkpoint: checkpoint.order):
             suites: dict[str, Counter[str]] = {}
             known = listing.records.done.get(checkpoint.name, ())
             own = [s.hashes for s in known if s.listing == checkpoint.listing or s.digest == checkpoint.digest]
             recorded = frozenset().union(*own)
             for evaluation in listing.evaluations:
                 done = bool({evaluation.hash, evaluation.native_hash} & recorded)
-                state = states.get((checkpoint.uri, evaluation.hash)) or ("done" if done else None)
+                state = states.get((listing.name, checkpoint.name, evaluation.hash)) or ("done" if done else None)
                 if state is not None:
                     suites.setdefault(evaluation.suites[0], Counter())[state] += 1
             counted = {suite: dict(counts) for suite, counts in suites.items()}

@@ -74,7 +74,7 @@ def show_as_asset(record: Record, cell_uri: str) -> None:
 
     Assets are events, sent asynchronously by a thread of Prefect's.
     """
-    if not in_flow_run():
+    if not in_flow_run() or record.status == "gone":
         return
     from prefect.assets import Asset, AssetProperties
     from prefect.context import AssetContext

@@ -48,8 +48,9 @@ STATUS_MEANINGS = {
     "withheld": "requested, answered and scored were not the same number, so there is no score",
     "failed": "the model or the benchmark could not be evaluated; trying again will not help",
     "infra_failed": "something of ours broke; the next run tries again",
+    "gone": "the checkpoint was removed before its evaluation; nothing failed",
 }
-_STATUS_STYLES = {"withheld": "yellow", "failed": "red", "infra_failed": "magenta"}
+_STATUS_STYLES = {"withheld": "yellow", "failed": "red", "infra_failed": "magenta", "gone": "dim"}
 _WIDE_COLUMNS = 4  # value columns that fit 80 characters; more are listed in a row each
 
 

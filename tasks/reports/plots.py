@@ -43,6 +43,7 @@ _GAP_MARKERS: dict[str, str] = {
     "withheld": "M0-1.3L.8 0L0 1.3L-.8 0z",
     "failed": "M-1-1L1 1M-1 1L1-1",
     "infra_failed": "M-1.2 0H1.2M0-1.2V1.2",
+    "gone": "M-1.2 0H1.2",
 }
 _DASHES = ("none", "10 4", "3 3")
 _MERGED_DASHES, _MEAN_DASHES, _BUILD_DASHES, _GAP_DASHES = "6 3", "1.5 1.5", "6 2 1 2", "2 3"

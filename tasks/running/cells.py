@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from pools.weights.merges import locations_of
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
 from resources.environments.environments import ensure_environment
-from resources.errors import AssayError, BadInput
+from resources.errors import AssayError, BadInput, CheckpointGone, StorageError
 from resources.storage import storage
 from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.checkpoints.checkpoint import Checkpoint
@@ -41,10 +41,11 @@ from tasks.sinks.credentials import loaded_block
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.evaluators import evaluator_title
-from tasks.spec.names import check_deployed_paths, how_many, place_of
+from tasks.spec.names import check_deployed_paths, how_many, in_few_words, place_of
 
 _MOST_NAMES_IN_A_CELL = 3
 _KEYS = ("key", "admin_key")
+_Hashed = tuple[EvaluationConfig, str, tuple[EvaluationConfig, str] | None]  # an evaluation, its hash, its fallback
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +134,12 @@ def _keys_in(block: str) -> dict[str, SecretStr]:
 def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
     """Returns a cell for each checkpoint and evaluation, grouped by checkpoint, with the existing record if any.
 
+    Reports checkpoints that were removed since they were listed, and leaves them out.
+
     Not retried: failures come from the request, a changed checkpoint, or a folder that is not writable.
     """
     _check_together(configs)
-    hashed: list[tuple[EvaluationConfig, str, tuple[EvaluationConfig, str] | None]] = []
+    hashed: list[_Hashed] = []
     for config in configs:
         _check_request(config, checkpoints)
         storage.check_writable(config.evaluation_path)
@@ -146,12 +149,10 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
         hashed.append((config, evaluation_hash(config), fallback and (fallback, evaluation_hash(fallback))))
     cells = []
     for checkpoint in checkpoints:
-        digests = _digests(checkpoint)
-        for config, hash_, fallback in hashed:
-            cell = _cell(config, checkpoint, digests, hash_)
-            if fallback is not None:
-                cell = replace(cell, levanter_fallback=_cell(fallback[0], checkpoint, digests, fallback[1]))
-            cells.append(cell)
+        try:
+            cells += _cells_of(checkpoint, hashed)
+        except CheckpointGone as gone:
+            report_event(f"{checkpoint.name} is gone: {gone.found}", Notice)
     cells = _with_kept_files(cells, checkpoints)
     _check_names(cells)
     done = sum(cell.done for cell in cells)
@@ -159,6 +160,21 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
         count = how_many(len(cells), "cell")
         report_event(f"{count} wanted, {done} recorded already, {len(cells) - done} to evaluate")
     return cells
+
+
+def _cells_of(checkpoint: Checkpoint, hashed: Iterable[_Hashed]) -> Iterator[Cell]:
+    folder = checkpoint.folder
+    assert folder is not None, "only complete checkpoints become cells"
+    try:
+        digests = digest_model_folder(folder)
+        for config, hash_, fallback in hashed:
+            cell = _cell(config, checkpoint, digests, hash_)
+            if fallback is not None:
+                cell = replace(cell, levanter_fallback=_cell(fallback[0], checkpoint, digests, fallback[1]))
+            yield cell
+    except StorageError:
+        inspect_again(folder).require_complete(planned=True)
+        raise
 
 
 def _with_kept_files(cells: Sequence[Cell], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
@@ -305,11 +321,6 @@ def _name(config: EvaluationConfig, checkpoint: Checkpoint) -> str:
     return f"{config.run_name}{checkpoint.name.removeprefix(checkpoint.run)}"
 
 
-def _digests(checkpoint: Checkpoint) -> ModelDigests:
-    assert checkpoint.folder is not None, "only complete checkpoints become cells"
-    return digest_model_folder(checkpoint.folder)
-
-
 def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigests, hash_: str) -> Cell:
     assert checkpoint.folder is not None, "only complete checkpoints become cells"
     reference = CheckpointReference(
@@ -336,7 +347,8 @@ def conclude(cells: Sequence[Cell]) -> list[Record]:
     """Returns the current records of the cells.
 
     Raises:
-        EvaluationIncomplete, EvaluationInterrupted: not every cell has a succeeded record.
+        EvaluationIncomplete, EvaluationInterrupted: a cell has no succeeded record, though its checkpoint is not gone,
+            or all checkpoints are gone.
     """
     standing = {cell: standing_record(cell) for cell in cells}
     records = {cell: item.record if item else None for cell, item in standing.items()}
@@ -345,7 +357,10 @@ def conclude(cells: Sequence[Cell]) -> list[Record]:
         for cell, record in records.items()
         if record is None or not record.succeeded
     }
-    if not missing:
+    gone = [title for title, status in missing.items() if status == "gone"]
+    if len(missing) == len(gone) < max(1, len(cells)):
+        if gone:
+            report_event(f"gone before their evaluation: {in_few_words(gone)}", Notice)
         return [record for record in records.values() if record is not None]
     ours = set(missing.values()) == {"infra_failed"}
     reasons = [record.reason for record in records.values() if record and record.reason]

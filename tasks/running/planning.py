@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from pools.weights.kept import keeping
+from pools.weights.model_files import checkpoint_gone
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.prefect_server.progress import Event, Notice, Update, listening, report_event
@@ -69,6 +70,8 @@ def plan_checkpoints(
 ) -> Plan:
     """Returns the plan of evaluations of checkpoints, with `more` cells of the same run."""
     cells = [*plan_cells([as_served(config) for config in configs], checkpoints), *more]
+    if checkpoints and not cells:
+        raise checkpoint_gone(configs[0].model_path)
     if gate is not None and gate.decide == "early":
         from tasks.running.early import decided_early  # statistics, which take long to import
 

@@ -105,7 +105,7 @@ def run_cell(
     record = _write(attempt)
     _tell(attempt, record)
     report(done(record.status, time.monotonic() - began))
-    if attempt.failure is not None and not record.succeeded:
+    if attempt.failure is not None and record.status not in ("succeeded", "gone"):
         raise attempt.failure
     return record
 

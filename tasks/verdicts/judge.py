@@ -27,6 +27,8 @@ from tasks.verdicts.gate import EVERYTHING, BaselineRule, BoundRule, Gate, Named
 from tasks.verdicts.statistics.composition import QuestionScores
 from tasks.verdicts.statistics.paired import spent
 
+_WITHOUT_SCORE = ("failed", "infra_failed", "gone")
+
 
 @dataclass(frozen=True)
 class JudgedCheckpoint:
@@ -47,13 +49,21 @@ class JudgedCheckpoint:
         return folder_of(self.step, self.label)
 
     @property
+    def gone(self) -> bool:
+        return bool(self.records) and all(item.record.status == "gone" for item in self.records)
+
+    @property
     def order(self) -> Order:
         return order_of(self.step, self.label)
 
 
 def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_path: str) -> Verdict:
-    """Applies a gate to checkpoints of a single run; baseline names are resolved below `evaluation_path`."""
-    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.order)
+    """Applies a gate to checkpoints of a single run; baseline names are resolved below `evaluation_path`.
+
+    Checkpoints that were removed before any evaluation are left out if others remain.
+    """
+    present = [each for each in checkpoints if not each.gone] or checkpoints
+    ordered = sorted(present, key=lambda checkpoint: checkpoint.order)
     latest = latest_of(checkpoint.order for checkpoint in ordered)
     judged = [each for each in ordered if gate.checkpoints == "every" or each.order == latest]
     find = cache(find_records)
@@ -197,13 +207,13 @@ def _verified(checkpoint: str, results: Iterable[Verification]) -> Iterator[Reas
 
 def _cells(gate: Gate, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
     statuses = Counter(item.record.status for item in checkpoint.records)
-    failed = statuses["failed"] + statuses["infra_failed"] + checkpoint.without_record
+    failed = sum(statuses[status] for status in _WITHOUT_SCORE) + checkpoint.without_record
     cells = len(checkpoint.records) + checkpoint.without_record + len(checkpoint.early)
     without = f", {checkpoint.without_record} of them without a record" if checkpoint.without_record else ""
     yield Reason(
         checkpoint.name,
         "every cell succeeded" if gate.max_failed == 0 else f"at most {how_many(gate.max_failed, 'cell')} failed",
-        f"{failed} of {cells} failed{without}{_which(checkpoint.records, 'failed', 'infra_failed')}",
+        f"{failed} of {cells} failed{without}{_which(checkpoint.records, *_WITHOUT_SCORE)}",
         cells > 0 and failed <= gate.max_failed,
     )
     withheld = statuses["withheld"]

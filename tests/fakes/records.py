@@ -29,6 +29,7 @@ REASONS: dict[RecordStatus, str | None] = {
     "failed": (
         "Expected: lm-eval to end with exit code 0\nFound:    exit code 1\nTo do:    read harness.log of the record"
     ),
+    "gone": "Expected: the checkpoint in checkpoints\nFound:    its folder was removed\nTo do:    leave it out",
     "infra_failed": (
         "Expected: the engine to answer within 1800 s\nFound:    it was killed (out of memory)\n"
         "To do:    ask for more memory in resource_config.ram"

@@ -1,0 +1,144 @@
+"""Checkpoints that were removed before their evaluation: no failure, no other try, named in status and report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.cells import of_cell
+from fakes.cli import invoke
+from fakes.evaluators import Commanded
+from fakes.models import write_run
+from fakes.policies import record_for, write_policy
+from fakes.records import cell_of, make_record, publish
+from flows.reconcile import load_policy
+from resources.errors import CheckpointGone
+from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.checkpoints.discovery import find_checkpoints
+from tasks.errors import EvaluationIncomplete
+from tasks.evaluators.evaluator import HarnessCommand
+from tasks.policies.reconciliation import Reconciliation, reconcile
+from tasks.policies.snapshot import take_snapshot
+from tasks.prefect_server.progress import Event, Update, listening
+from tasks.records.record import find_records, read_record, write_record
+from tasks.reports.page import render_report
+from tasks.running.attempt import RunResources
+from tasks.running.cells import Cell, conclude, plan_cells
+from tasks.running.planning import plan_checkpoints
+from tasks.running.run_cell import run_cell
+from tasks.running.warm import Harness
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.verdicts.alerts import alerts_in
+from tasks.verdicts.gate import Gate
+from tasks.verdicts.judge import judge, judged_checkpoints
+
+
+def config_of(folder: Path) -> EvaluationConfig:
+    return EvaluationConfig.model_validate(
+        {
+            "evaluator": "levanter_lm_evaluation_harness",
+            "model_path": str(folder / "run-a"),
+            "evaluation_path": str(folder / "out"),
+            "evals": [{"name": "demo_facts"}],
+        }
+    )
+
+
+def unused(*_: object) -> HarnessCommand:
+    raise AssertionError("no harness is started for a checkpoint that is gone")
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> list[Checkpoint]:
+    write_run(tmp_path / "run-a", [100, 200, 300])
+    return find_checkpoints(str(tmp_path / "run-a"))
+
+
+@pytest.mark.parametrize("left", ["nothing", "config"])
+def test_checkpoint_removed_while_it_is_planned_costs_itself_alone(
+    tmp_path: Path, checkpoints: list[Checkpoint], left: str
+):
+    first = Path(checkpoints[0].uri)
+    (first / "model.safetensors").unlink() if left == "config" else shutil.rmtree(first)
+    updates: list[Update] = []
+    with listening(updates.append):
+        cells = plan_cells.fn([config_of(tmp_path)], checkpoints)
+    assert [cell.reference.name for cell in cells] == ["run-a-200", "run-a-300"]
+    assert any("run-a-100 is gone" in update.text for update in updates if isinstance(update, Event))
+    shutil.rmtree(tmp_path / "run-a")
+    with pytest.raises(CheckpointGone):
+        plan_checkpoints([config_of(tmp_path)], checkpoints)
+
+
+def test_attempt_at_a_removed_checkpoint_is_recorded_as_gone_and_raises_nothing(
+    tmp_path: Path, checkpoints: list[Checkpoint]
+):
+    cell, other, third = plan_cells.fn([config_of(tmp_path)], checkpoints)
+    shutil.rmtree(cell.reference.uri)
+    harness = Harness(Commanded(made=unused), Path(sys.executable), None)
+    record = run_cell.fn(cell, RunResources(lambda _: harness))
+    assert record is not None and record == read_record(cell.uri)
+    assert (record.status, record.infra_failures) == ("gone", None)
+
+    def finish(*cells: Cell) -> None:
+        for each in cells:
+            write_record(each.uri, make_record(**of_cell(each)))
+
+    finish(other)
+    assert [each.status for each in conclude([cell, other])] == ["gone", "succeeded"]
+    with pytest.raises(EvaluationIncomplete, match="gone"):
+        conclude([cell])
+    write_record(third.uri, make_record(status="infra_failed", **of_cell(third)))
+    with pytest.raises(EvaluationIncomplete):
+        conclude([cell, other, third])
+
+
+def test_policy_names_what_is_gone_and_leaves_it_until_it_is_there_again(tmp_path: Path):
+    run = write_run(tmp_path / "run", [1, 2])
+    policy = write_policy(tmp_path)
+    gone = record_for(policy, 1, status="gone", reason="its folder was removed")
+    write_record(cell_of(tmp_path / "out", gone), gone)
+    assert [cell.checkpoint.name for cell in reconciled(policy).work] == ["run-1", "run-2"], "its folder is there"
+    away = shutil.move(run / "hf" / "step-1", tmp_path / "away")
+    state = reconciled(policy)
+    assert [cell.checkpoint.name for cell in state.every] == ["run-2"]
+    assert [(cell.checkpoint.name, cell.state) for cell in state.gone] == [("run-1", "gone")]
+
+    def status(*arguments: str) -> dict[str, Any]:
+        return json.loads(invoke(["status", policy, "--json", *arguments]).stdout)
+
+    [row, _] = status()["runs"][0]["checkpoints"]
+    assert (row["checkpoint"], list(row["suites"].values())) == ("run-1", [{"gone": 1}])
+    assert status()["open"] == 1
+    gaps = {cell["checkpoint"]: (cell["state"], cell["reason"]) for cell in status("--gaps")["cells"]}
+    assert gaps["run-1"] == ("gone", "its folder was removed")
+    for arguments in (["status", policy], ["status", policy, "--gaps"]):
+        shown = invoke(arguments, env={"COLUMNS": "120"}).stdout
+        assert "run-1" in shown and "gone" in shown and "1 cell of removed checkpoints" in shown
+    shutil.move(away, run / "hf" / "step-1")
+    assert reconciled(policy).gone == []
+
+
+def reconciled(policy: Path) -> Reconciliation:
+    loaded = load_policy(str(policy))
+    return reconcile(take_snapshot(loaded), loaded, now=time.time())
+
+
+def test_report_and_gate_name_what_is_gone_without_a_failure(tmp_path: Path):
+    gone = make_record(step=300, status="gone", reason="its folder was removed")
+    publish(tmp_path, gone)
+    only = judged_checkpoints(find_records(str(tmp_path)))
+    assert not judge(Gate(), only, evaluation_path=str(tmp_path)).go, "nothing is known"
+    for step in (100, 200):
+        publish(tmp_path, make_record(step=step))
+    verdict = judge(Gate(), judged_checkpoints(find_records(str(tmp_path))), evaluation_path=str(tmp_path))
+    assert verdict.go and {reason.checkpoint for reason in verdict.reasons} == {"run-a-200"}
+    page = render_report([make_record(step=100), gone], title="t")
+    assert "1 gone" in page and "nothing failed" in page and "its folder was removed" in page
+    assert alerts_in([make_record(step=100), gone]) == []
