@@ -90,7 +90,7 @@ def gate(
     Args:
         run: The run; may be left out if it is the only run.
         step: Training step; the latest or every step, as the gate says, when left out.
-        checkpoint: The checkpoint, as in assay compare: NAME, or mean(RUN@STEPS) if merged.
+        checkpoint: The checkpoint, as in assay compare: NAME, RUN@LABEL, or mean(RUN@STEPS) if merged.
         early: Judge by early verdicts, too, where the whole is not recorded.
         summary: File to append the verdict to as Markdown, such as $GITHUB_STEP_SUMMARY.
     """

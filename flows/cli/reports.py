@@ -55,7 +55,7 @@ def compare(
     """Compare two checkpoints question by question: is the difference more than chance?
 
     Args:
-        first: A checkpoint: NAME, RUN@STEP, mean(RUN@STEPS), PATH:NAME or the folder of a record.
+        first: A checkpoint: NAME, RUN@STEP, RUN@LABEL, mean(RUN@STEPS), PATH:NAME or the folder of a record.
         second: The checkpoint to compare with it.
         metric: Metric or pattern; repeatable.
         adjust: For the number of tests: bh (Benjamini–Hochberg), holm or none.
@@ -78,7 +78,7 @@ def compare(
 
 
 def requalify(
-    checkpoint: Annotated[str, Parameter(help="A checkpoint with records: NAME or RUN@STEP.")],
+    checkpoint: Annotated[str, Parameter(help="A checkpoint with records: NAME, RUN@STEP or RUN@LABEL.")],
     /,
     *,
     before: Annotated[str | None, Parameter("--from", help=f"{_SIDE}; those in --path when left out.")] = None,

@@ -10,6 +10,7 @@ from typing import Any
 from resources.storage import storage
 from tasks.records.record import CheckpointReference, Record
 from tasks.spec.names import in_few_words, run_folder_of
+from tasks.spec.steps import label_of
 
 _Set = tuple[str, str, tuple[str, ...]]
 
@@ -62,7 +63,7 @@ def told_apart(checkpoints: Iterable[CheckpointReference]) -> Callable[[Checkpoi
     checkpoints = list(checkpoints)
     by_run: dict[str, dict[str, set[tuple[str, str]]]] = defaultdict(lambda: defaultdict(set))
     for checkpoint in checkpoints:
-        by_run[checkpoint.run][run_folder_of(checkpoint.uri)].add((checkpoint.name, checkpoint.digest))
+        by_run[checkpoint.run][_run_folder(checkpoint)].add((checkpoint.name, checkpoint.digest))
     labels = {
         (run, folder): label
         for run, states in by_run.items()
@@ -72,15 +73,15 @@ def told_apart(checkpoints: Iterable[CheckpointReference]) -> Callable[[Checkpoi
 
     twins: dict[tuple[str, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for checkpoint in checkpoints:
-        places = twins[run_folder_of(checkpoint.uri), checkpoint.name]
+        places = twins[_run_folder(checkpoint), checkpoint.name]
         places[storage.basename(checkpoint.uri)].add(checkpoint.digest)
 
     def named(checkpoint: CheckpointReference) -> CheckpointReference:
-        held = twins[run_folder_of(checkpoint.uri), checkpoint.name].values()
+        held = twins[_run_folder(checkpoint), checkpoint.name].values()
         if sum(map(len, held)) == len(set().union(*held)) and len(held) > 1:
             name = f"{checkpoint.name} ({storage.basename(checkpoint.uri)})"
             checkpoint = checkpoint.model_copy(update={"name": name})
-        of_several = labels.get((checkpoint.run, run_folder_of(checkpoint.uri))) if labels else None
+        of_several = labels.get((checkpoint.run, _run_folder(checkpoint))) if labels else None
         label = of_several or checkpoint.run
         curve = f"{label}{merged_by(checkpoint)}"
         if curve == checkpoint.run:
@@ -89,6 +90,12 @@ def told_apart(checkpoints: Iterable[CheckpointReference]) -> Callable[[Checkpoi
         return checkpoint.model_copy(update={"run": curve, "name": name})
 
     return named
+
+
+def _run_folder(checkpoint: CheckpointReference) -> str:
+    folder = run_folder_of(checkpoint.uri)
+    named = checkpoint.label is not None and checkpoint.label.endswith(label_of(storage.basename(folder)))
+    return run_folder_of(storage.parent(folder)) if named else folder  # a final model lies in its run's folder
 
 
 def merged_by(checkpoint: CheckpointReference) -> str:

@@ -34,6 +34,7 @@ from tasks.prefect_server.lazy import deployment_id, step
 from tasks.prefect_server.progress import Notice, report_event
 from tasks.records.cost import Predicted
 from tasks.records.details import CheckpointReference, cell_place
+from tasks.records.former import former_record
 from tasks.records.record import FoundRecord, Record, find_records, read_record, record_to_replace
 from tasks.records.samples import encodable
 from tasks.records.verdicts import EarlyVerdict
@@ -340,7 +341,10 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
     shown = "-".join(keys[:_MOST_NAMES_IN_A_CELL]) + (f"-and-{more}-more" if more > 0 else "")
     place = cell_place(reference, config.evaluator.name, evaluation_hash=hash_, shown=shown[:80])
     uri = storage.join(config.evaluation_path, place)
-    return Cell(config, checkpoint.folder, digests, reference, hash_, uri, record_to_replace(uri))
+    record = record_to_replace(uri)
+    if record is None and (record := former_record(uri, reference, config.model_path)) is not None:
+        report_event(f"{reference.name}: its record of {', '.join(record.benchmarks)} had another name, and was copied")
+    return Cell(config, checkpoint.folder, digests, reference, hash_, uri, record)
 
 
 def conclude(cells: Sequence[Cell]) -> list[Record]:

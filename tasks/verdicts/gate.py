@@ -100,7 +100,7 @@ class BaselineRule(_Scored):
     both where there are samples."""
 
     not_worse_than: str
-    """The other checkpoint, as in `assay compare`: NAME, RUN@STEP, the name of a merged checkpoint such as
+    """The other checkpoint, as in `assay compare`: NAME, RUN@STEP, RUN@LABEL, the name of a merged checkpoint such as
     mean(RUN@last:5), PATH:NAME or the folder of a record. Or an earlier checkpoint of the same run: `previous`, `best`,
     `mean of last 5`. Or another run: `RUN@same step`, `RUN@same tokens`. For a merged checkpoint these are merged in
     the same way."""

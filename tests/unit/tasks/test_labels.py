@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from fakes.alerts import DROP, STEADY, run_of
 from fakes.cli import invoke
 from fakes.policies import seen_checkpoint, wanted_evaluation
-from fakes.records import labelled, make_metric, make_record, make_samples, merged_record, publish
+from fakes.records import labelled, make_metric, make_record, make_samples, merged_record, publish, renamed
 from resources.errors import BadInput
 from tasks.checkpoints.checkpoint import CheckpointRule
 from tasks.checkpoints.merged_listing import with_means
@@ -275,3 +276,28 @@ def test_policy_takes_labels_by_the_rule_all_alone(rule: dict[str, Any], expecte
     result = reconcile([listing], policy, now=1.0)
     assert [cell.checkpoint.name for cell in result.work] == expected
     assert result.left_out == left_out
+
+
+def test_labels_of_two_runs_of_the_same_name_stay_with_their_run():
+    def of(place: str) -> list[Record]:
+        named = [("hf/step-100", None), ("checkpoint-best", "best"), ("", "final")]
+        records = [labelled(label) if label else make_record(place=place) for _, label in named]
+        return [
+            renamed(
+                record.model_copy(
+                    update={
+                        "checkpoint": record.checkpoint.model_copy(
+                            update={
+                                "uri": f"/{place}/run-a/{folder}".rstrip("/"),
+                                "digest": sha256(f"{place} {folder}".encode()).hexdigest(),
+                            }
+                        )
+                    }
+                )
+            )
+            for record, (folder, _) in zip(records, named, strict=True)
+        ]
+
+    results = Results([*of("first"), *of("second")])
+    assert results.runs == ["run-a (first/run-a)", "run-a (second/run-a)"]
+    assert [checkpoint.short_place for checkpoint in results.checkpoints] == ["100", "best", "final"] * 2
