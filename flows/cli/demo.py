@@ -79,7 +79,7 @@ def checkpoints(
     export: str | None = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a folder holds: its checkpoints, those that can be evaluated, and why not the others.
+    """Show the checkpoints in a folder: their state, notes on them, and the next command.
 
     Args:
         export: Write the checkpoint, as an engine loads it, to this new folder: merged, or with safetensors made of

@@ -28,7 +28,7 @@ from pools.weights.model_files import ModelDigests, ModelFolder, served_files
 from resources.errors import AssayError, StorageError
 from resources.settings import settings
 from resources.storage import storage
-from resources.storage.bounded_folder import BoundedFolder, Hold
+from resources.storage.bounded_folder import BoundedFolder, Hold, size_text
 from resources.storage.file_copy import CopyStopped
 from resources.storage.listings import KEPT_FOLDER
 from resources.storage.regular_files import open_within
@@ -47,6 +47,7 @@ class Keeper:
         self._on_unprotected = on_unprotected
         self._wanted_by: dict[str, set[str]] = {}
         self._held: dict[str, tuple[BoundedFolder, str, Hold]] = {}
+        self._sizes: dict[str, int] = {}
         self._changing = threading.RLock()
         self._closed = threading.Event()
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="keep")
@@ -59,7 +60,7 @@ class Keeper:
         self._closed.set()
         self._copying.shutdown(cancel_futures=True)
         for key in list(self._held):
-            _let_go(*self._held.pop(key))
+            self._let_go(key)
         for place in self._cleared:  # engines that had an entry until they ended
             _clear(BoundedFolder(place, max_bytes=0))
 
@@ -78,7 +79,7 @@ class Keeper:
             return False
         files = _files_of(folder, places)
         with suppress(AssayError):  # no room
-            for outer in _folders_beside(Path(places[0])):
+            for outer in _folders_near(Path(places[0])):
                 with suppress(OSError):  # another file system, or another user's files
                     self._hold(key, outer, files, partial(os.link, follow_symlinks=False))
                     return True
@@ -93,7 +94,7 @@ class Keeper:
             for key, users in self._wanted_by.items():
                 users.discard(user)
                 if not users and key in self._held:
-                    _let_go(*self._held.pop(key))
+                    self._let_go(key)
 
     def _copy(self, key: str, files: Mapping[str, Path]) -> None:
         def copy(source: Path, target: Path) -> None:
@@ -113,32 +114,47 @@ class Keeper:
 
     def _hold(self, key: str, place: Path, files: Mapping[str, Path], put: Callable[[Path, Path], None]) -> None:
         place.mkdir(parents=True, exist_ok=True)
-        bound = min(settings().staging_max_bytes, shutil.disk_usage(place).free // 2)
-        folder = BoundedFolder(place, max_bytes=bound, ordered=False)
+        folder = BoundedFolder(place, max_bytes=0, ordered=False)
         if place not in self._cleared:
             self._cleared.add(place)
             _clear(folder)
         hold = folder.hold(key)
         try:
             with folder.filling(key, waiting=self._wait), ExitStack() as known:
-                if not folder.entry(key).is_dir():
-                    folder.make_room(key, sum(path.stat().st_size for path in files.values()))
-                    content = folder.partial(key) / "content"
-                    shutil.rmtree(content, ignore_errors=True)
+                self._reserve(key, place, sum(path.stat().st_size for path in files.values()))
+                if not folder.entry(key).is_dir():  # nothing is synced: after a crash of the machine it is removed
+                    shutil.rmtree(folder.partial(key), ignore_errors=True)
                     for name, source in files.items():
-                        (content / name).parent.mkdir(parents=True, exist_ok=True)
+                        (folder.partial(key) / name).parent.mkdir(parents=True, exist_ok=True)
                         known.enter_context(linking(source, folder.entry(key) / name))
-                        put(source, content / name)
+                        put(source, folder.partial(key) / name)
                     note = json.dumps({name: os.fspath(source) for name, source in files.items()})
-                    folder.publish(key, content, note=note.encode())
+                    (place / f"{key}.note").write_text(note)
+                    folder.partial(key).rename(folder.entry(key))
         except BaseException:
+            self._sizes.pop(key, None)
             _let_go(folder, key, hold)
             raise
         with self._changing:
-            if self._wanted_by[key]:
-                self._held[key] = folder, key, hold
-                return
-        _let_go(folder, key, hold)
+            self._held[key] = folder, key, hold
+            if not self._wanted_by[key]:
+                self._let_go(key)
+
+    def _reserve(self, key: str, place: Path, size_bytes: int) -> None:
+        with self._changing:
+            bound = min(settings().staging_max_bytes, shutil.disk_usage(place).free // 2)
+            kept_bytes = sum(self._sizes.values())
+            if kept_bytes + size_bytes > bound:
+                raise StorageError(
+                    expected=f"room for {size_text(size_bytes)} more of checkpoints that are kept in {place}",
+                    found=f"{size_text(kept_bytes)} kept, a bound of {size_text(bound)}, at most half of the free disk",
+                    remedy="free the disk, raise ASSAY_STAGING_MAX_BYTES, or evaluate fewer checkpoints at a time",
+                )
+            self._sizes[key] = size_bytes
+
+    def _let_go(self, key: str) -> None:
+        self._sizes.pop(key, None)
+        _let_go(*self._held.pop(key))
 
     def _wait(self) -> None:
         if self._closed.wait(0.05):
@@ -229,7 +245,7 @@ def _staging_folder() -> Path:
     return settings().staging_dir / "kept"
 
 
-def _folders_beside(place: Path) -> Iterator[Path]:
+def _folders_near(place: Path) -> Iterator[Path]:
     with suppress(OSError):
         disk = place.stat().st_dev
         settings().staging_dir.mkdir(parents=True, exist_ok=True)
@@ -253,3 +269,6 @@ def _clear(folder: BoundedFolder, *keys: str) -> None:
 
     with suppress(OSError, StorageError):
         folder.clear(*keys, removing=removing)
+        if [path.name for path in folder.folder.iterdir()] == ["room.lock"]:
+            (folder.folder / "room.lock").unlink()
+            folder.folder.rmdir()

@@ -27,7 +27,7 @@ TEXT = "Question: What is the home of Alba?\nAnswer: Dunmar"
 
 
 class WaitsForGo(TrainerCallback):
-    """Waits after the first save for a file `go` beside the output folder."""
+    """Waits after the first save for a file `go` next to the output folder."""
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         go, deadline = Path(args.output_dir).with_name("go"), time.monotonic() + 200
@@ -77,19 +77,19 @@ def train(kind: str, tokenizer_folder: str, output: str) -> None:
 def weigh(tokenizer_folder: str, pairs_file: str, *folders: str) -> None:
     """Prints, for each checkpoint, the log-likelihood of the second text after the first, of each pair."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    found: dict[str, list[float]] = {}
+    weighed: dict[str, list[float]] = {}
     for folder in folders:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        found[Path(folder).name] = []
+        weighed[Path(folder).name] = []
         for context, continuation in json.loads(Path(pairs_file).read_text()):
             before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (context, continuation))
             with torch.no_grad():
                 weights = model(torch.tensor([before + after])).logits[0].log_softmax(-1)
             rows = range(len(before) - 1, len(before) + len(after) - 1)
-            found[Path(folder).name].append(
+            weighed[Path(folder).name].append(
                 sum(weights[row, token].item() for row, token in zip(rows, after, strict=True))
             )
-    print(json.dumps(found))
+    print(json.dumps(weighed))
 
 
 if __name__ == "__main__":

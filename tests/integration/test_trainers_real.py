@@ -42,28 +42,28 @@ def evaluated(run: Path, output: Path, *options: str | Path) -> dict[str, dict[t
         "evaluate", "--model", run, "--eval", "demo_facts", "--limit", "3", "--output", output, *ENGINE, *options
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, dict[tuple[str, str], float]] = {}
+    weighed: dict[str, dict[tuple[str, str], float]] = {}
     for record in find_records(str(output)):
         assert record.record.succeeded
-        [samples] = Path(record.uri).rglob("samples_demo_facts_*.jsonl")
-        asked = found.setdefault(record.record.checkpoint.name, {})
+        [samples] = Path(record.cell_uri).rglob("samples_demo_facts_*.jsonl")
+        asked = weighed.setdefault(record.record.checkpoint.name, {})
         for row in map(json.loads, samples.read_text().splitlines()):
             for number, [[weight, _]] in enumerate(row["resps"]):
                 asked[tuple(row["arguments"][f"gen_args_{number}"].values())] = float(weight)
-    return found
+    return weighed
 
 
 def assert_near_transformers(
-    found: Mapping[str, Mapping[tuple[str, str], float]], folders: Mapping[str, Path], tokenizer: Path, scratch: Path
+    weighed: Mapping[str, Mapping[tuple[str, str], float]], folders: Mapping[str, Path], tokenizer: Path, scratch: Path
 ) -> None:
-    assert found.keys() == folders.keys()
-    pairs = list(next(iter(found.values())))
+    assert weighed.keys() == folders.keys()
+    pairs = list(next(iter(weighed.values())))
     (scratch / "pairs.json").write_text(json.dumps(pairs))
     done = run_trainer(TRAININGS, "weigh", tokenizer, scratch / "pairs.json", *folders.values())
     truth = json.loads(done.stdout)
     for name, folder in folders.items():
-        assert [found[name][pair] for pair in pairs] == pytest.approx(truth[folder.name], abs=NEAR), name
-    assert len({tuple(weights.values()) for weights in found.values()}) == len(found), "checkpoints differ"
+        assert [weighed[name][pair] for pair in pairs] == pytest.approx(truth[folder.name], abs=NEAR), name
+    assert len({tuple(each.values()) for each in weighed.values()}) == len(weighed), "checkpoints differ"
 
 
 @pytest.mark.parametrize("kind", ["saved-at-the-end", "without-tokenizer", "sft"])
@@ -71,9 +71,9 @@ def test_run_of_a_trainer_is_evaluated_as_transformers_weighs_it(kind: str, tmp_
     run = tmp_path / "my-run"
     run_trainer(TRAININGS, "train", kind, tokenizer, run)
     options = ["--tokenizer", tokenizer] if kind == "without-tokenizer" else []
-    found = evaluated(run, tmp_path / "out", *options)
+    weighed = evaluated(run, tmp_path / "out", *options)
     steps = {f"my-run-{step}": run / f"checkpoint-{step}" for step in (2, 4, 6)}
-    assert_near_transformers(found, steps, tokenizer, tmp_path)
+    assert_near_transformers(weighed, steps, tokenizer, tmp_path)
 
 
 def test_checkpoint_that_its_trainer_removes_while_it_is_evaluated_is_evaluated(
@@ -91,5 +91,5 @@ def test_checkpoint_that_its_trainer_removes_while_it_is_evaluated_is_evaluated(
         training.result()
         assert [folder.name for folder in run.iterdir() if folder.is_dir()] == ["checkpoint-6"]
         assert not evaluation.done()
-        found = evaluation.result()
-    assert_near_transformers(found, {"my-run-2": kept}, tokenizer, tmp_path)
+        weighed = evaluation.result()
+    assert_near_transformers(weighed, {"my-run-2": kept}, tokenizer, tmp_path)
