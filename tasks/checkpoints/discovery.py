@@ -3,9 +3,8 @@ that is still being written is never selected."""
 
 from __future__ import annotations
 
-import posixpath
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from resources.storage import storage
 from resources.storage.listings import FileInfo
 from resources.storage.mlflow_artifacts import pinned
 from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Kind, first_at_multiples
+from tasks.checkpoints.foreign import described_as
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
 from tasks.checkpoints.naming import Named, Names, counted, names_below
@@ -92,29 +92,10 @@ def find_checkpoints(
     if not checkpoints:
         raise NoCheckpoints(
             expected=f"checkpoints at {path}, {path}/step-N or {path}/hf/step-N",
-            found=_described(files) if files else "an empty folder",
+            found=described_as(files) if files else "an empty folder",
             remedy="wait until the first checkpoint is written, or name the folder that holds the checkpoints",
         )
     return sorted(checkpoints, key=lambda each: (order_of(each.step, each.label), each.modified, each.uri))
-
-
-_LOOKS_LIKE = {
-    "record.json": "records of evaluations: see assay records",
-    ".parquet": "a data set",
-    ".arrow": "a data set",
-    ".jsonl": "a data set, or logs",
-    ".py": "code",
-}
-
-
-def _described(files: Sequence[FileInfo]) -> str:
-    names = [file.uri.rpartition("/")[2] for file in files]
-    endings = Counter(name if name in _LOOKS_LIKE else posixpath.splitext(name)[1] or name for name in names)
-    most = endings.most_common(4)
-    counted = ", ".join(f"{number:,} {ending}" for ending, number in most)
-    telling = "record.json" if "record.json" in endings else most[0][0]
-    guess = f"; it looks like {_LOOKS_LIKE[telling]}" if telling in _LOOKS_LIKE else ""
-    return f"{how_many(len(files), 'file')}, none of a checkpoint ({ascii(counted)[1:-1]}){guess}"
 
 
 def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoint | None:

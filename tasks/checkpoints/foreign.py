@@ -9,10 +9,14 @@ OLMo-core (allenai/OLMo-core c26f97d, src/examples/huggingface/convert_checkpoin
 
 from __future__ import annotations
 
+import posixpath
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from resources.storage import storage
+from resources.storage.listings import FileInfo
+from tasks.spec.names import how_many
 
 _FOREIGN = {
     r"layer_\d+-model_\d+-model_states\.pt": "a checkpoint of GPT-NeoX; export it: python "
@@ -56,3 +60,23 @@ def how_exported(root: str, files: Iterable[str], *, export: str) -> str | None:
             if re.fullmatch(pattern, name):
                 return words.format(root=root, folder=storage.parent(file), file=file, export=export)
     return None
+
+
+_LOOKS_LIKE = {
+    "record.json": "records of evaluations: see assay records",
+    ".parquet": "a data set",
+    ".arrow": "a data set",
+    ".jsonl": "a data set, or logs",
+    ".py": "code",
+}
+
+
+def described_as(files: Sequence[FileInfo]) -> str:
+    """Returns files that belong to no checkpoint as text: their number, their endings, and what they look like."""
+    names = [file.uri.rpartition("/")[2] for file in files]
+    endings = Counter(name if name in _LOOKS_LIKE else posixpath.splitext(name)[1] or name for name in names)
+    most = endings.most_common(4)
+    counted = ", ".join(f"{number:,} {ending}" for ending, number in most)
+    telling = "record.json" if "record.json" in endings else most[0][0]
+    guess = f"; it looks like {_LOOKS_LIKE[telling]}" if telling in _LOOKS_LIKE else ""
+    return f"{how_many(len(files), 'file')}, none of a checkpoint ({ascii(counted)[1:-1]}){guess}"
