@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -203,7 +203,9 @@ def _as_it_is(cell: OpenCell, errors: list[AssayError]) -> Checkpoint | None:
         return None
     except BadInput:
         return None
-    return next((seen for seen in listed if seen.uri == _place(cell) and seen.complete), None)
+    found = next((seen for seen in listed if seen.uri == _place(cell) and seen.complete), None)
+    seen = cell.checkpoint  # which the listing of its run has named
+    return found and replace(found, run=cell.run, name=seen.name, step=seen.step, label=seen.label)
 
 
 def _concluded(state: Reconciliation, cells: Sequence[Cell], errors: Sequence[AssayError], *, since: datetime) -> Pass:

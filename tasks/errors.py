@@ -12,6 +12,10 @@ class NoCheckpoints(CheckpointError):
 class SeveralSeries(BadInput):
     """Several series of checkpoints lie below the folder, and none is named."""
 
+    @property
+    def names(self) -> list[str]:
+        return self.found.partition(": ")[2].split(", ")
+
 
 class UnknownBenchmark(BadInput):
     """The evaluator has no benchmark of that name."""

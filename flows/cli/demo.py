@@ -14,7 +14,7 @@ from rich.text import Text
 from flows.cli.evaluate import show_series
 from flows.cli.options.evaluations import PartOptions
 from flows.cli.options.pools import Positive
-from flows.console.console import ERR, OUT, Json, print_json, say
+from flows.console.console import ERR, OUT, Json, note, print_json, say
 from resources.errors import BadInput
 from resources.settings import set_process_environment_defaults
 from resources.storage import storage
@@ -22,6 +22,8 @@ from tasks.checkpoints.checkpoint import LOADED_NATIVELY, Checkpoint
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.merged import write_checkpoint
 from tasks.running.warm import warm_programs
+from tasks.spec.evaluation import CheckpointSelection
+from tasks.spec.loading import build_config
 from tasks.spec.names import how_many
 
 _LEAST_STEPS = 20
@@ -77,22 +79,25 @@ def checkpoints(
     *,
     parts: PartOptions = PartOptions(),
     export: str | None = None,
+    steps_from: str | None = None,
     as_json: Json = False,
 ) -> None:
-    """Show the checkpoints in a folder: their state, notes on them, and the next command.
+    r"""Show the checkpoints in a folder: their state, notes on them, and the next command.
 
     Args:
+        steps_from: As in `assay evaluate`, such as 'step(\d+)-tokens', tokens or epoch.
         export: Write the checkpoint, as an engine loads it, to this new folder: merged, or with safetensors made of
             its weights.
     """
     if export is not None and not storage.is_local(export):
         raise BadInput(expected="a folder of this machine", found=export, remedy="write it here, and copy it there")
-    checkpoints = find_checkpoints(parts.named(path))
+    checked = build_config({"steps_from": steps_from}, CheckpointSelection, source="the options")
+    checkpoints = find_checkpoints(parts.named(path), steps_from=checked.steps_from, note=note)
     if export is not None:
         write_checkpoint(checkpoints, storage.local_path(export))
         checkpoints = find_checkpoints(export)
     if as_json:
-        keys = ("uri", "run", "name", "step", "label", "kind", "complete", "problems", "notes")
+        keys = ("uri", "run", "name", "step", "label", "series", "kind", "complete", "problems", "notes")
         print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in checkpoints])
         return
     _show_checkpoints(checkpoints, path=export or parts.named(path))

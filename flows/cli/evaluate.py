@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -24,11 +24,12 @@ from flows.console.console import ERR, OUT, Json, note, print_json, say
 from flows.console.running import SeriesResult, run_series
 from resources.backends.current import current_client
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
-from resources.errors import BadInput
+from resources.errors import AssayError, BadInput
 from resources.jobs.jobs import Client
 from resources.regions.regions import price_per_hour, regions_for
 from resources.settings import MAX_EGRESS_VARIABLE, MAX_USD_VARIABLE, settings, variable_set
-from tasks.checkpoints.discovery import with_pinned_model
+from tasks.checkpoints.discovery import of_series, with_pinned_model
+from tasks.errors import SeveralSeries
 from tasks.records.builds import read_qualifications
 from tasks.records.record import Record
 from tasks.reports.page import results_rows, results_table
@@ -69,50 +70,71 @@ def evaluate(
         )
     egress_usd = settings().max_egress_usd if sending.max_egress_usd is None else sending.max_egress_usd
     max_usd = settings().max_usd if sending.max_usd is None else sending.max_usd
-    suite, request, configs = _requested(options, engines, config)
+    suite, request, configs = _requested(options, engines, config, selection.series)
     if deciding.finish:
         steps = undecided_steps(configs[0].evaluation_path, configs[0].run_name)
         selection = CheckpointSelection(steps=selection.steps or steps)
-    if dry_run:
-        _show_plan(configs, selection, egress_usd=egress_usd if sending.on_work_pool else None, as_json=as_json)
-        return
-    if sending.on_work_pool:
-        from flows.console.on_work_pool import send  # with Prefect, which takes seconds
+    try:
+        if dry_run:
+            _show_plan(configs, selection, egress_usd=egress_usd if sending.on_work_pool else None, as_json=as_json)
+            return
+        if sending.on_work_pool:
+            from flows.console.on_work_pool import send  # with Prefect, which takes seconds
 
-        limits: dict[str, Any] = {"max_egress_usd": egress_usd, "max_usd": max_usd}
-        show_series(send(request, suite, selection, gate=gate, on_event=note, **limits), as_json=as_json)
-        return
+            limits: dict[str, Any] = {"max_egress_usd": egress_usd, "max_usd": max_usd}
+            show_series(send(request, suite, selection, gate=gate, on_event=note, **limits), as_json=as_json)
+            return
 
-    def run() -> list[Record]:
-        from flows.suites import evaluate_request
+        def run() -> list[Record]:
+            from flows.suites import evaluate_request
 
-        return evaluate_request(request, suite, selection, gate)
+            return evaluate_request(request, suite, selection, gate)
 
-    with ExitStack() as limited:
-        limited.enter_context(variable_set(MAX_EGRESS_VARIABLE, str(egress_usd)))
-        if max_usd is not None:
-            limited.enter_context(variable_set(MAX_USD_VARIABLE, str(max_usd)))
-        result = run_series(
-            run,
-            evaluation_path=configs[0].evaluation_path,
-            run_name=configs[0].run_name,
-            console=ERR,
-            request=Request(configs, selection, gate),
-        )
-    write_summaries([result.verdict] if result.verdict else [], gating.summary)
-    show_series(result, as_json=as_json, sinks=configs[0].sinks)
+        with ExitStack() as limited:
+            limited.enter_context(variable_set(MAX_EGRESS_VARIABLE, str(egress_usd)))
+            if max_usd is not None:
+                limited.enter_context(variable_set(MAX_USD_VARIABLE, str(max_usd)))
+            result = run_series(
+                run,
+                evaluation_path=configs[0].evaluation_path,
+                run_name=configs[0].run_name,
+                console=ERR,
+                request=Request(configs, selection, gate),
+            )
+        write_summaries([result.verdict] if result.verdict else [], gating.summary)
+        show_series(result, as_json=as_json, sinks=configs[0].sinks)
+    except SeveralSeries as several:
+        if as_json:
+            raise
+        parts: dict[str, Any] = {"options": options, "config": config, "engines": engines, "sending": sending}
+        parts |= {"gating": gating, "deciding": deciding, "dry_run": dry_run}
+        _evaluate_each([replace(selecting, series=name) for name in several.names], parts)
+
+
+def _evaluate_each(series: Sequence[SelectionOptions], others: dict[str, Any]) -> None:
+    errors: list[AssayError] = []
+    for selecting in series:
+        say(f"Series {selecting.series}:")
+        try:
+            evaluate(selecting=selecting, **others)
+        except AssayError as error:
+            errors.append(error)
+            say(str(error))
+    if errors:
+        raise errors[0]
 
 
 def _requested(
-    options: EvaluationOptions, engines: PoolOptions, config: str | None
+    options: EvaluationOptions, engines: PoolOptions, config: str | None, series: str | None
 ) -> tuple[Suite | None, EvaluationConfig | SuiteRequest, tuple[EvaluationConfig, ...]]:
     if options.suite is not None and config is None:
         request, suite = with_pinned_model(suite_request_from_options(options, engines)), load_suite(options.suite)
+        request = of_series(request, series)
         return suite, request, suite.evaluations_of(request)
     evaluation = (
         evaluation_from_options(options, engines) if config is None else evaluation_from_file(config, options, engines)
     )
-    evaluation = with_pinned_model(evaluation)
+    evaluation = of_series(with_pinned_model(evaluation), series)
     return None, evaluation, (evaluation,)
 
 

@@ -141,11 +141,7 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
     model = config.model.model_copy(update={"path": None})  # users may add others
     complete = checkpoints_to_serve(path)
     checkpoints = [
-        Servable.from_folder(
-            f"{run_name}{checkpoint.name.removeprefix(checkpoint.run)}",
-            checkpoint.folder,
-            digest_model_folder(checkpoint.folder),
-        )
+        Servable.from_folder(checkpoint.named_in(run_name), checkpoint.folder, digest_model_folder(checkpoint.folder))
         for checkpoint in complete
         if checkpoint.folder is not None
     ]
@@ -184,7 +180,7 @@ def accelerators_counted(resources: ResourceConfig) -> Iterator[None]:
 def checkpoints_to_serve(path: str) -> list[Checkpoint]:
     """Returns the complete checkpoints at a location; prints the others with their reasons."""
     shown = partial(ERR.print, highlight=False, markup=False, soft_wrap=True)
-    return complete_among(find_checkpoints(path), path, on_left_out=shown)
+    return complete_among(find_checkpoints(path, note=shown), path, on_left_out=shown)
 
 
 def state_of(state: KeptPoolState) -> dict[str, Any]:

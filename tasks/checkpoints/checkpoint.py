@@ -49,6 +49,10 @@ class Checkpoint:
     def notes(self) -> tuple[str, ...]:
         return self.folder.notes if self.folder else ()
 
+    def named_in(self, run: str) -> str:
+        """Returns its name where the run that holds its series has the name `run`."""
+        return f"{run}{f'-{self.series}' if self.series else ''}{self.name.removeprefix(self.run)}"
+
 
 class CheckpointRule(Config):
     """A rule that selects checkpoints; `latest` alone, in YAML, means `{which: latest}`."""

@@ -30,7 +30,7 @@ from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.labels import order_of
-from tasks.spec.names import how_many, in_few_words, name_of
+from tasks.spec.names import in_few_words, name_of
 from tasks.spec.steps import is_export, step_of
 from tasks.spec.suites import SuiteRequest
 
@@ -265,7 +265,7 @@ def discover(
         found = find_checkpoints(
             path, kinds=kinds, reference=reference, steps_from=selection.steps_from, note=notes.append
         )
-        checkpoints = of_series(found, selection.series, path)
+        checkpoints = in_series(found, selection.series, path)
         incomplete = [checkpoint for checkpoint in checkpoints if not checkpoint.complete]
         waiting_helps = any(checkpoint.kind in kinds and not _lacks_tokenizer(checkpoint) for checkpoint in incomplete)
         if not waiting_helps or clock() >= deadline:
@@ -281,7 +281,7 @@ def discover(
     return selected
 
 
-def of_series(checkpoints: Sequence[Checkpoint], series: str | None, path: str) -> list[Checkpoint]:
+def in_series(checkpoints: Sequence[Checkpoint], series: str | None, path: str) -> list[Checkpoint]:
     """Returns the checkpoints of a series below a path; raises SeveralSeries if there are several and none is named.
     `series`: its name, or `.` for the checkpoints that are in none of the others."""
     complete = [checkpoint for checkpoint in checkpoints if checkpoint.complete] or checkpoints
@@ -289,7 +289,7 @@ def of_series(checkpoints: Sequence[Checkpoint], series: str | None, path: str) 
     if series is None and len(names) > 1:
         raise SeveralSeries(
             expected=f"checkpoints of a single series below {path}",
-            found=f"{how_many(len(names), 'series')}: {', '.join(names)}",
+            found=f"{len(names)} series: {', '.join(names)}",
             remedy=f"evaluate each by itself: {' or '.join(f'--series {name}' for name in names)}",
         )
     if series is not None and series not in names and merge_of(path) is None:
@@ -332,6 +332,13 @@ def with_pinned_model(config: Request) -> Request:
         model = pool.model.model_copy(update={"name": name_of(path)[0]})
         changes["pool_config"] = pool.model_copy(update={"model": model})
     return config.model_copy(update=changes)
+
+
+def of_series(config: Request, series: str | None) -> Request:
+    """Returns a request under the name of its run's series, if a series is selected."""
+    if series in (None, ".") or config.run_name.endswith(f"-{series}"):
+        return config
+    return config.model_copy(update={"model_name": f"{config.run_name}-{series}"})
 
 
 def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def names_below(path: str, exports: Files, others: Iterable[str] = (), *, steps_
     steps = {folder: _step_of(path, parts, steps_from) for folder, parts in every.items()}
     if steps_from is not None:
         others_by_word = [f for f, parts in every.items() if steps[f] is None and _step_of(path, parts, None)]
-        notes += [f"left out {folder}: no match for --steps-from {steps_from!r}" for folder in others_by_word]
+        notes += [f"left out {folder}: no match for --steps-from '{steps_from}'" for folder in others_by_word]
         every = {folder: parts for folder, parts in every.items() if folder not in others_by_word}
     keys = {folder: _key(parts, steps[folder]) for folder, parts in every.items()}
     of_series = sorted({keys[folder] for folder in exports if folder in keys and steps[folder] is not None})
@@ -167,7 +167,7 @@ def _hints(path: str, named: Mapping[str, Named], steps_from: str | None) -> lis
         return []
     return [
         f"no step in the names of {len(labels)} checkpoints below {path}, {in_few_words(labels)}: they have labels and "
-        f"no curve; if there are steps in their paths, add --steps-from {_suggested(list(named))!r}"
+        f"no curve; if there are steps in their paths, add --steps-from '{_suggested(list(named))}'"
     ]
 
 

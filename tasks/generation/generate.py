@@ -117,7 +117,7 @@ def _as_served(config: GenerationConfig) -> GenerationConfig:
 def _checkpoints(config: GenerationConfig) -> list[tuple[str, Checkpoint]]:
     if config.model_path is not None:
         checkpoints = discover(config.model_path, config.selection)
-        return [(f"{config.run_name}{each.name.removeprefix(each.run)}", each) for each in checkpoints]
+        return [(each.named_in(config.run_name), each) for each in checkpoints]
     assert config.pool_name is not None
     kept = access_of(config.pool_name, config.pool_key_block).checkpoints
     return [(name, each) for name, uri in kept.items() for each in discover(uri, config.selection)]

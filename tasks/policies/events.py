@@ -131,7 +131,7 @@ class WatchedRuns:
             return []
         checkpoints: list[CompleteCheckpoint] = []
         for run in runs:
-            seen = snapshot_run(run, reference=self._policy.native_reference)
+            seen = snapshot_run(run, reference=self._policy.native_reference, steps_from=self._policy.steps_from)
             complete = [checkpoint for checkpoint in seen if checkpoint.complete]
             before = self._reported.get(run)
             fresh = [checkpoint for checkpoint in complete if (before or {}).get(checkpoint.uri) != checkpoint.listing]

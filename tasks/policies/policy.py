@@ -23,7 +23,7 @@ from tasks.checkpoints.checkpoint import CheckpointRule
 from tasks.running.cells import as_served
 from tasks.running.claims.files import CLOCKS_DIFFER_SECONDS, Timestamp
 from tasks.spec.benchmarks import evaluation_hash
-from tasks.spec.evaluation import SERVING_WAYS, EvaluationConfig, ModelParts, Serving, with_parts_named
+from tasks.spec.evaluation import SERVING_WAYS, EvaluationConfig, ModelParts, Serving, StepsFrom, with_parts_named
 from tasks.spec.loading import load_config
 from tasks.spec.names import check_deployed_paths, name_of
 from tasks.spec.sinks import Sinks
@@ -74,6 +74,8 @@ class Policy(ModelParts, Serving):
     """Name of the policy, in tags of records and in overrides."""
     runs: tuple[str, ...] = Field(min_length=1)
     """Runs, or patterns such as gs://bucket/runs/llama-*; on the hub as owner/name."""
+    steps_from: StepsFrom | None = None
+    """An expression for steps in the paths of checkpoints, as in a selection; the usual words when unset."""
     checkpoints: tuple[CheckpointRule, ...] = (CheckpointRule(which="all"),)
     """Rules; a checkpoint is evaluated if any rule selects it."""
     final_step: int | None = Field(default=None, ge=0)

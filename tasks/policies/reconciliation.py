@@ -45,7 +45,8 @@ retries_exhausted: too many infrastructure failures; needs `assay retry`.
 claimed: it is being evaluated.
 scheduled: it has a flow run at a work pool.
 stopped: cancelled by `assay cancel`; needs `assay retry`.
-not_served: in a trainer's own layout (export it or use Levanter), or a duplicate checkpoint name (remove either).
+not_served: in a trainer's own layout (export it or use Levanter), or a duplicate checkpoint name (remove either, or
+choose by steps_from).
 held: waits for the whole evaluation of an earlier checkpoint, which it is compared with early.
 decided_early: not worse by an early verdict; evaluated whole only on an alarm.
 gone: the checkpoint was removed before its evaluation; nothing is left to do.
@@ -309,7 +310,7 @@ class _RunState:
         if checkpoint.problems:
             return self.not_whole(cell)
         if checkpoint.name in self._twice:
-            why = f"two checkpoints are called {checkpoint.name}: remove either"
+            why = f"two checkpoints are called {checkpoint.name}: remove either, or choose by steps_from"
             return replace(cell, state="not_served", reason=why)
         if checkpoint.kind == "levanter" and not cell.evaluation.config.native:
             why = "in Levanter's own layout: export it to Hugging Face format, or have Levanter evaluate it"

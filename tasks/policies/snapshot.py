@@ -19,8 +19,8 @@ from tasks.policies.early import early_decisions
 from tasks.policies.policy import Policy, WantedEvaluation, read_overrides, wanted_evaluations
 from tasks.policies.reconciliation import OpenCell, RunListing
 from tasks.records.cost import Predicted, Spent
-from tasks.records.index import indexed_records
-from tasks.running.claims.files import claims_folder, read_claims
+from tasks.records.index import RunRecords, indexed_records
+from tasks.running.claims.files import SeenClaim, claims_folder, read_claims
 from tasks.running.expected import Expectations, Expected, together
 from tasks.running.pricing import resources_of_replica, tariff_of_cell
 from tasks.spec.evaluation import EvaluationConfig
@@ -37,26 +37,38 @@ def take_snapshot(
     listings = []
     for run in expand_runs(policy.runs):
         name = name_of(run)[0]
-        folder = run_folder(policy, name)
-        claims = read_claims(claims_folder(policy.evaluation_path, name))  # first: those ending meanwhile have records
-        records = indexed_records(folder, use_index=use_index)
+        recorded = _recorded(policy, name, use_index=use_index)
         evaluations = evaluations_of(policy, run)
-        listing = RunListing(
-            run=run,
-            name=name,
-            evaluations=evaluations,
-            checkpoints=snapshot_run(run, reference=policy.native_reference, evaluated=records.has),
-            records=records,
-            claims=claims,
-            overrides=read_overrides(folder),
-            early=early_decisions(policy, folder, evaluations),
+        seen = snapshot_run(
+            run, reference=policy.native_reference, steps_from=policy.steps_from, evaluated=recorded[1].has
         )
-        listing = _with_means(listing, policy)
-        if unclear := _undecided(listing):
-            known = {seen.uri: seen for seen in with_digests(run, unclear, reference=policy.native_reference)}
-            listing = replace(listing, checkpoints=[known.get(seen.uri, seen) for seen in listing.checkpoints])
-        listings.append(listing)
+        for series in sorted({each.series for each in seen}) or [""]:
+            own, wanted = f"{name}-{series}" if series else name, evaluations
+            if series:
+                recorded = _recorded(policy, own, use_index=use_index)
+                wanted = [replace(each, config=each.config.model_copy(update={"model_name": own})) for each in wanted]
+            folder, (claims, records) = run_folder(policy, own), recorded
+            listing = RunListing(
+                run=run,
+                name=own,
+                evaluations=wanted,
+                checkpoints=[each for each in seen if each.series == series],
+                records=records,
+                claims=claims,
+                overrides=read_overrides(folder),
+                early=early_decisions(policy, folder, wanted),
+            )
+            listing = _with_means(listing, policy)
+            if unclear := _undecided(listing):
+                known = {seen.uri: seen for seen in with_digests(run, unclear, reference=policy.native_reference)}
+                listing = replace(listing, checkpoints=[known.get(seen.uri, seen) for seen in listing.checkpoints])
+            listings.append(listing)
     return listings
+
+
+def _recorded(policy: Policy, run_name: str, *, use_index: bool) -> tuple[Sequence[SeenClaim], RunRecords]:
+    claims = read_claims(claims_folder(policy.evaluation_path, run_name))  # first: those ending meanwhile have records
+    return claims, indexed_records(run_folder(policy, run_name), use_index=use_index)
 
 
 def _with_means(listing: RunListing, policy: Policy) -> RunListing:

@@ -46,9 +46,13 @@ def former_record(cell_uri: str, reference: CheckpointReference, model_path: str
     run, step = former_name_of(reference.uri)
     cell = cell_uri.rstrip("/").split("/")[-2:]
     run_uri = storage.parent(storage.parent(storage.parent(cell_uri)))
-    by_path = (run, former_name_of(model_path)[0]) if reference.run == name_of(model_path)[0] else ()
-    for name in dict.fromkeys((reference.run, *by_path)):
-        place = storage.join(storage.parent(run_uri), name, folder_of(step, None), *cell)
+    whole = name_of(model_path)[0]
+    by_path = (run, former_name_of(model_path)[0]) if reference.run == whole else ()
+    places = [(name, folder_of(step, None)) for name in (reference.run, *by_path)]
+    if reference.run.startswith(f"{whole}-"):  # a series, which was the whole run before another lay next to it
+        places += [(whole, reference.folder), (run, folder_of(step, None))]
+    for name, folder in dict.fromkeys(places):
+        place = storage.join(storage.parent(run_uri), name, folder, *cell)
         if place == cell_uri or (record := read_record(place)) is None:
             continue
         if record.succeeded and record.checkpoint.digest == reference.digest and broken_seal(record) is None:

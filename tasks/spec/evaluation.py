@@ -9,7 +9,7 @@ from decimal import Decimal
 from functools import partial
 from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
 from pools.weights.merges import STEPS_PATTERN, Merge, MergeKind, Source, as_named, merge_of, with_options
@@ -139,6 +139,10 @@ def _decimal(number: float) -> str:
     return format(Decimal(repr(number)).normalize(), "f")
 
 
+StepsFrom = Annotated[str, AfterValidator(check_expression)]
+"""An expression for steps, see `tasks.spec.steps`."""
+
+
 class CheckpointSelection(Config):
     """Selection among a run's checkpoints."""
 
@@ -148,7 +152,7 @@ class CheckpointSelection(Config):
     """Only these training steps; a step without a complete checkpoint is an error."""
     every_n_steps: int | None = Field(default=None, ge=1)
     """Keep only the first step at or past each multiple of this number, and the last step."""
-    steps_from: str | None = None
+    steps_from: StepsFrom | None = None
     """A regular expression with a group around the step, searched in the paths of checkpoints below the run, such as
     step(\\d+)-tokens; or tokens, or epoch. The number behind the last word for a step when unset."""
     series: str | None = None
@@ -173,11 +177,6 @@ class CheckpointSelection(Config):
         if len(rules) > 1:
             raise ValueError(f"expected a single rule for checkpoints, found {' and '.join(rules)}: remove others")
         return self
-
-    @field_validator("steps_from")
-    @classmethod
-    def _steps_from_is_an_expression(cls, steps_from: str | None) -> str | None:
-        return steps_from if steps_from is None else check_expression(steps_from)
 
 
 class Serving(Config):

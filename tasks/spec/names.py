@@ -32,13 +32,18 @@ def name_of(uri: str) -> tuple[str, str, int]:
     parts = parts_of(uri)
     direct = _direct(parts)
     parts, stepped = parts[: direct.run], direct.stepped
-    run = re.sub(r"[^A-Za-z0-9._+=@-]", "-", parts[-1] if parts else "").lstrip("._+=@-") or "model"
+    run = _run_of(parts)
     if stepped is not None and stepped.series:
         run = f"{run}-{stepped.series}" if without_options(uri).startswith("hf://") else stepped.series
+    return run, (f"{run}-{stepped.step}" if stepped is not None else run), stepped.step if stepped is not None else 0
+
+
+def _run_of(parts: Sequence[str]) -> str:
+    run = re.sub(r"[^A-Za-z0-9._+=@-]", "-", parts[-1] if parts else "").lstrip("._+=@-") or "model"
     ids = [part[:8] for part, folder in pairwise(parts) if folder == "artifacts" and _RUN_ID.fullmatch(part)]
     if ids:
         run = f"{run}-{ids[-1]}" if parts[-1] != "artifacts" else ids[-1]
-    return run, (f"{run}-{stepped.step}" if stepped is not None else run), stepped.step if stepped is not None else 0
+    return run
 
 
 def parts_of(uri: str) -> list[str]:

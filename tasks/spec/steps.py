@@ -36,7 +36,7 @@ _REST = re.compile(
     r"(?:[-_](?:hf|huggingface|unsharded|merged|consolidated|converted|exported|safetensors|ema|last"
     r"|tokens?[-_]?[0-9.]+[KMBT]?|[A-Za-z_]+=[-+.0-9e]+))*"
 )
-_VALUES = re.compile(r"[A-Za-z_]+=[-+.0-9e]+|(?:epoch|ep)(?:step)?[-_]?[0-9]+|tokens?[-_]?[0-9.]+[KMBT]?")
+_VALUES = re.compile(r"[A-Za-z_]+=[-+.0-9e]+|(?<![A-Za-z])(?:epoch|ep)(?:step)?[-_]?[0-9]+|tokens?[-_]?[0-9.]+[KMBT]?")
 _EXPORTED = re.compile(r"(?:[-_](?:hf|huggingface|unsharded|consolidated|converted|exported|safetensors))+$")
 _EPOCH = re.compile(r"(?:epoch|ep)[-_=]?([0-9]{1,18})")
 _NUMBER = re.compile(r"[0-9]{1,18}")

@@ -147,6 +147,11 @@ class SelectionOptions(OptionGroup):
     """Only the first step at or past each multiple of this, and the last."""
     step: tuple[int, ...] = ()
     """Only this training step; repeatable."""
+    steps_from: str | None = None
+    r"""Where paths name the step otherwise: a regular expression with a group around it, such as 'step(\d+)-tokens'; or
+    tokens, or epoch."""
+    series: str | None = None
+    """Only this series, where several lie below the run, each with a name of its own; . is the one without a name."""
     wait: float = 0.0
     """Seconds to wait for checkpoints that are being written."""
 
@@ -156,6 +161,8 @@ class SelectionOptions(OptionGroup):
             "which": self.which,
             "every_n_steps": self.every,
             "steps": self.step,
+            "steps_from": self.steps_from,
+            "series": self.series,
             "wait_for_incomplete_seconds": self.wait,
         }
 

@@ -10,9 +10,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from fakes.cells import of_cell
+from fakes.cli import invoke
 from fakes.models import write_checkpoint, write_safetensors
-from tasks.checkpoints.discovery import find_checkpoints
+from fakes.records import make_record
+from tasks.checkpoints.discovery import discover, find_checkpoints, of_series
 from tasks.checkpoints.run_snapshot import snapshot_run
+from tasks.policies.policy import Policy
+from tasks.policies.reconciliation import reconcile
+from tasks.policies.snapshot import take_snapshot
+from tasks.records.details import cell_place
+from tasks.records.record import read_record, write_record
+from tasks.running.cells import plan_cells
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 
 WHOLE, OTHER, THIRD = "whole", "whole 7", "whole 8"
 """A complete checkpoint; its weights are those of its step, or of that number."""
@@ -169,7 +179,7 @@ ROWS: dict[str, Row] = {
     ),
     "54 Lightning": Row({"checkpoints": ("epoch=0-step=100.ckpt",)}, "", ("Lightning",)),
 }
-XFAIL: dict[str, str] = {"48 PEFT": "adapters are not merged while staged yet"}
+XFAIL: dict[str, str] = {}
 
 
 def write_layout(run: Path, folders: Mapping[str, str | tuple[str, ...]]) -> None:
@@ -252,3 +262,87 @@ def test_folder_of_a_trainer_has_the_run_steps_and_labels_that_it_means(tmp_path
         assert [(each.uri, each.name, each.label, each.series, each.problems) for each in seen] == [
             (each.uri, each.name, each.label, each.series, each.problems) for each in listed
         ]
+
+
+TWO_SERIES = ROWS["7 ms-swift"].folders
+
+
+def evaluation(run: Path, output: Path, **more: Any) -> EvaluationConfig:
+    content = {"model_path": str(run), "evaluation_path": str(output), "evals": [{"name": "demo_facts"}], **more}
+    return EvaluationConfig.model_validate({**content, "base_url": "http://127.0.0.1:9/v1"})
+
+
+def test_command_evaluates_each_series_under_a_name_of_its_own(tmp_path: Path) -> None:
+    run = tmp_path / "my-run"
+    write_layout(run, TWO_SERIES)
+    place = ["--eval", "demo_facts", "--base-url", "http://127.0.0.1:9/v1", "--output", tmp_path / "out", "--dry-run"]
+    result = invoke(["evaluate", "--model", run, *place])
+    assert result.exit_code == 0, result.output
+    for name in ("my-run-v0-2024-100", "my-run-v0-2024-200", "my-run-v1-2025-100", "my-run-v1-2025-200"):
+        assert f"  {name} · " in result.stdout
+    alone = invoke(["evaluate", "--model", run, *place, "--series", "v1-2025", "--step", "100"])
+    assert "my-run-v1-2025-100 · " in alone.stdout and "v0" not in alone.stdout
+    refused = invoke(["evaluate", "--model", run, *place, "--json"])
+    assert refused.exit_code == 3 and "--series v0-2024 or --series v1-2025" in str(refused.exception)
+
+
+def test_policy_lists_each_series_with_its_own_records(tmp_path: Path) -> None:
+    run = tmp_path / "my-run"
+    write_layout(run, TWO_SERIES)
+    content = {"name": "p", "runs": [str(run)], "suites": ["demo"], "evaluation_path": str(tmp_path / "out")}
+    policy = Policy.model_validate({**content, "steps_from": r"checkpoint-(\d+)"})
+    listings = take_snapshot(policy)
+    assert [listing.name for listing in listings] == ["my-run-v0-2024", "my-run-v1-2025"]
+    assert {each.config.run_name for each in listings[1].evaluations} == {"my-run-v1-2025"}
+    assert [seen.name for seen in listings[1].checkpoints] == ["my-run-v1-2025-100", "my-run-v1-2025-200"]
+    [suite] = {each.suites for each in listings[0].evaluations}
+    assert len(reconcile(listings, policy, now=0.0).work) == 4 * len(listings[0].evaluations), suite
+
+
+@pytest.mark.parametrize("former", [("my-run", 100), ("checkpoint-100-merged", 0)])
+def test_record_under_a_former_name_is_found_by_its_digest(tmp_path: Path, former: tuple[str, int]) -> None:
+    run = tmp_path / "my-run"
+    write_layout(run, {"v0-2024/checkpoint-100-merged": WHOLE, "v1-2025/checkpoint-100-merged": OTHER})
+    selection = CheckpointSelection(series="v0-2024")
+    config = of_series(evaluation(run, tmp_path / "out"), "v0-2024")
+    [cell] = plan_cells.fn([config], discover.fn(str(run), selection))
+    assert not cell.done
+    before = cell.reference.model_copy(update={"run": former[0], "step": former[1], "name": f"{former[0]}-100"})
+    place = cell_place(before, config.evaluator.name, evaluation_hash=cell.evaluation_hash, shown="demo_facts")
+    written = make_record(**{**of_cell(cell), "checkpoint": before})
+    write_record(str(tmp_path / "out" / place), written)
+
+    [again] = plan_cells.fn([config], discover.fn(str(run), selection))
+    assert again.done
+    record = read_record(cell.uri)
+    assert record is not None and record.checkpoint == cell.reference and record.benchmarks == written.benchmarks
+    others = discover.fn(str(run), CheckpointSelection(series="v1-2025"))
+    [other] = plan_cells.fn([of_series(evaluation(run, tmp_path / "out"), "v1-2025")], others)
+    assert not other.done
+
+
+@pytest.mark.parametrize("expression", ["step", r"(step)-(\d+)", "step-("])
+def test_expression_without_a_single_group_is_refused(tmp_path: Path, expression: str) -> None:
+    refused = invoke(["checkpoints", tmp_path, "--steps-from", expression])
+    assert refused.exit_code == 3 and "group" in str(refused.exception).replace("unterminated subpattern", "group")
+
+
+def test_expression_names_the_steps_and_leaves_other_folders_out(tmp_path: Path) -> None:
+    write_layout(tmp_path / "my-run", {**ROWS["37 OLMo 2"].folders, "checkpoint-7": THIRD, "final": "whole 9"})
+    notes: list[str] = []
+    found = find_checkpoints(str(tmp_path / "my-run"), steps_from="tokens", note=notes.append)
+    assert [(each.series, each.step) for each in found if each.label is None] == [
+        ("stage1", 10**9),
+        ("stage2-ingredient1", 10**9),
+        ("stage1", 2 * 10**9),
+    ]
+    assert [each.label for each in found if each.label] == ["final"]
+    assert "checkpoint-7: no match" in notes[0]
+
+
+def test_folders_without_steps_are_said_with_the_option_to_add(tmp_path: Path) -> None:
+    write_layout(tmp_path / "my-run", {"llama-100-sft": WHOLE, "llama-200-sft": OTHER})
+    result = invoke(["checkpoints", tmp_path / "my-run"])
+    assert r"--steps-from 'llama-(\d+)-sft'" in result.stderr.replace("\n", " ")
+    again = invoke(["checkpoints", tmp_path / "my-run", "--steps-from", r"llama-(\d+)-sft", "--json"])
+    assert [each["step"] for each in json.loads(again.stdout)] == [100, 200]
