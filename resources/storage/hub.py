@@ -1,9 +1,9 @@
 """Repositories of the Hugging Face hub as files: `hf://owner/name[@revision][/path]`, for reading only.
 
-A revision is a branch, a tag or a commit, `main` if none is named; `/` in its name is written as `%2F`. Every listing
-asks for the commits of all branches and tags, with a single request. A commit never changes: its files are listed once
-per machine, small files are read once for each content, and files in the hub's own cache are not downloaded. With
-`HF_HUB_OFFLINE` only that cache is read. Endpoint, token and cache are those of `huggingface_hub`.
+A revision is a branch, a tag or a commit, `main` if none is named; `/` in its name is written as `%2F`. A listing asks
+for the commits of all branches and tags; listings within two seconds share the answer. A commit never changes: its
+files are listed once per machine, small files are read once for each content, and files in the hub's own cache are not
+downloaded. With `HF_HUB_OFFLINE` only that cache is read. Endpoint, token and cache are those of `huggingface_hub`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import hashlib
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote, unquote
 
 import orjson
@@ -40,6 +41,7 @@ _AT_ONCE = 8
 _SMALL_BYTES = 2**25
 _KEPT_BYTES = 2**27  # of small files, in memory
 _BLOCK_BYTES = 2**22
+_JUST_SECONDS = 2.0  # in which each of a run's checkpoints is listed by itself
 
 
 class Place(NamedTuple):
@@ -127,25 +129,27 @@ class HubFiles(AbstractFileSystem):
 
     protocol = PROTOCOL
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._lock = threading.Lock()
-        self._refs: dict[str, dict[str, str]] = {}
-        self._trees: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-        self._contents: OrderedDict[str, bytes] = OrderedDict()
-        self._turns: dict[str, threading.Lock] = {}
+    cachable = False  # fsspec keeps an instance for each thread
+    _lock = threading.Lock()
+    _turns: ClassVar[dict[str, threading.Lock]] = {}
+    _refs: ClassVar[dict[str, tuple[float, dict[str, str]]]] = {}  # and when they were asked for
+    _trees: ClassVar[dict[tuple[str, str], dict[str, dict[str, Any]]]] = {}
+    _contents: ClassVar[OrderedDict[str, bytes]] = OrderedDict()
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Forgets the commits of branches and tags, of all repositories."""
+        """Forgets the commits of branches and tags, unless the hub was just asked."""
+        now = time.monotonic()
         with self._lock:
-            self._refs = {}
+            for name in [name for name, known in self._refs.items() if now >= known[0] + _JUST_SECONDS]:
+                del self._refs[name]
 
     def refs(self, repository: str) -> dict[str, str]:
         """Returns the commit of every branch and tag."""
         with self._turns.setdefault(repository, threading.Lock()):
-            if (refs := self._refs.get(repository)) is None:
-                refs = self._refs[repository] = _asked_refs(repository) if not _offline() else _kept_refs(repository)
-        return refs
+            if (known := self._refs.get(repository)) is None:
+                refs = _kept_refs(repository) if _offline() else _asked_refs(repository)
+                known = self._refs[repository] = time.monotonic(), refs
+        return known[1]
 
     def run(self, repository: str, belongs: Callable[[str], bool]) -> dict[str, dict[str, dict[str, Any]]]:
         """Returns the files of `main` and of each branch and tag of a run, by location and path."""
@@ -173,8 +177,6 @@ class HubFiles(AbstractFileSystem):
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         path = str(self._strip_protocol(path))
-        if "/" not in path:
-            raise FileNotFoundError(f"{PROTOCOL}://{path}")
         files = self.find(path, detail=True).items()
         held = [{"name": name, **info} for name, info in files if "/" not in name[len(path) + 1 :]]
         return held if detail else [info["name"] for info in held]

@@ -32,6 +32,7 @@ SMALL: Mapping[str, tuple[str, ...]] = {
     "levanter_jobs": (*_HERE, "--warm-up-rounds", "0", "--checkpoints", "1"),
     "loglikelihood": ("--rounds", "1", "--one-token", "6", "--long", "6", "--without-in-process"),
     "merge": ("--megabytes", "50", "--rounds", "1"),
+    "plan_hub": ("--revisions", "20", "--delay-ms", "5"),
     "plan_scale": ("--checkpoints", "100", "--suites", "2", "--naive", "20"),
     "pool_start": (*_HERE, "--warm-up-rounds", "0", "--hosts", "1"),
     "proxy_stub": ("--rounds", "1", "--seconds", "0.5"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 import pytest
 
 from fakes.http_server import Answer, Request, http_server
+from resources.storage.hub import HubFiles
 
 LARGE = (".safetensors", ".bin", ".model")
 """Ends of the names of files in large storage: listed with their SHA-256, and redirected to another host."""
@@ -43,6 +45,8 @@ class FakeHub:
     """Entries in a page of a tree."""
     leaked: list[str] = field(default_factory=list)
     """Requests to the other host that carried a token."""
+    delay_seconds: float = 0
+    """Time before each answer, as of a network."""
     large_bytes: int = 0
     """Bytes sent of files in large storage."""
     _commits: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
@@ -187,6 +191,7 @@ def running_hub(
     def answer(request: Request) -> Answer:
         hub.requests.append(f"{request.method} {request.path}")
         token = (request.headers.get("Authorization") or "").removeprefix("Bearer ")
+        time.sleep(hub.delay_seconds)
         status, headers, content = hub.answer(request.method, request.path, request.body, token)
         if (span := request.headers.get("Range")) and status == 200:
             first, _, last = span.removeprefix("bytes=").partition("-")
@@ -205,6 +210,7 @@ def use_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, *, home: Path, token:
     """Lets the real client of this process and its children use the hub, with its cache below `home`."""
     from huggingface_hub import constants
 
+    forget_hub()
     for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}.items():
         monkeypatch.setenv(name, value)
     for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", "HF_TOKEN_PATH"):
@@ -216,3 +222,9 @@ def use_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, *, home: Path, token:
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
+
+
+def forget_hub() -> None:
+    """Forgets all that this process has read, as in a new process."""
+    for known in (HubFiles._refs, HubFiles._trees, HubFiles._contents):
+        known.clear()

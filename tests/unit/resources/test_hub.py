@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.hub import FakeHub, running_hub, use_hub
+from fakes.hub import FakeHub, forget_hub, running_hub, use_hub
 from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import settings
 from resources.storage import hub as the_hub
@@ -37,7 +37,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with running_hub({}, {REPOSITORY: revisions()}) as hub:
         hub.retry_after = 0
         use_hub(hub, monkeypatch, home=tmp_path / "hf")
-        the_hub.HubFiles.clear_instance_cache()
         yield hub
     settings.cache_clear()
 
@@ -104,7 +103,7 @@ def test_a_run_is_listed_from_its_branches_with_a_request_each_and_then_from_the
     assert "hf://acme/llama@step100/model.safetensors" in uris and "hf://acme/llama/model.safetensors" in uris
     assert not any("feature" in uri for uri in uris)
     assert len(hub.requests) == 3  # the refs, and two trees
-    the_hub.HubFiles.clear_instance_cache()  # as in another process
+    forget_hub()  # as in another process
     hub.revisions[REPOSITORY]["step200"] = {"config.json": SMALL}
     assert len(storage.list_run("hf://acme/llama", belongs=lambda name: name.startswith("step"))) == len(uris) + 1
     assert len(hub.requests) == 5  # the refs, and the new tree
@@ -199,7 +198,7 @@ def test_offline_only_the_cache_is_read_with_the_same_hashes(
     snapshot_download("acme/llama", cache_dir=tmp_path / "hf" / "hub")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     requests = len(hub.requests)
-    the_hub.HubFiles.clear_instance_cache()
+    forget_hub()
     assert storage.list_files("hf://acme/llama") == listed
     assert storage.read_bytes("hf://acme/llama/model.safetensors", start=5, end=9) == WEIGHTS[5:9]
     with pytest.raises(BadInput, match="hf download acme/llama --revision step100"):

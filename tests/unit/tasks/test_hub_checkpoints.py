@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.hub import FakeHub, running_hub, use_hub
+from fakes.hub import FakeHub, forget_hub, running_hub, use_hub
 from fakes.models import write_nano_llama
 from fakes.tokenizers import write_byte_tokenizer
 from pools.weights.merges import as_named
@@ -15,7 +15,6 @@ from pools.weights.model_files import digest_model_folder
 from pools.weights.staging import Staging
 from resources.errors import StorageError
 from resources.settings import settings
-from resources.storage.hub import HubFiles
 from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
 from tasks.checkpoints.run_snapshot import snapshot_run, with_digests
 from tasks.policies.policy import Policy
@@ -47,7 +46,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with running_hub({"models/acme/alone": first}, {SERIES: branches}) as hub:
         hub.retry_after = 0
         use_hub(hub, monkeypatch, home=tmp_path / "hf")
-        HubFiles.clear_instance_cache()
         yield hub
     settings.cache_clear()
 
@@ -74,9 +72,10 @@ def test_branches_and_tags_with_steps_are_series_of_a_run_and_are_planned_withou
 
 def test_a_run_that_has_not_changed_costs_a_request_and_a_new_branch_is_seen(hub: FakeHub):
     before = snapshot_run("hf://acme/series")
-    HubFiles.clear_instance_cache()  # as in the next process
+    forget_hub()  # as in the next process
     hub.requests.clear()
     assert snapshot_run("hf://acme/series") == before and len(hub.requests) == 1
+    forget_hub()
     hub.revisions[SERIES]["stage1-step3000-tokens12B"] = hub.revisions[SERIES]["fix-readme"]
     assert "series-stage1-3000" in [each.name for each in snapshot_run("hf://acme/series")]
 
