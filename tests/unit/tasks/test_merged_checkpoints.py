@@ -130,15 +130,15 @@ def test_checkpoints_that_do_not_belong_together_are_refused_when_they_are_looke
 @pytest.mark.parametrize(
     ("merge", "name"),
     [
-        ({"steps": "8000..10000"}, "mean(runs/a@8000..10000)"),
-        ({"kind": "mean", "steps": [10, 20], "weights": [1, 3]}, "mean(runs/a@10+20, 1+3)"),
-        ({"kind": "ema", "weights": 0.9}, "ema(runs/a@last:5, 0.9)"),
-        ({"kind": "wsm", "steps": "last:4", "weights": "sqrt"}, "wsm(runs/a@last:4, sqrt)"),
-        ({"kind": "interpolate", "steps": [10, 20], "weights": 0.00001}, "interpolate(runs/a@10+20, 0.00001)"),
+        ({"steps": "8000..10000"}, "mean(gs://runs/a@8000..10000)"),
+        ({"kind": "mean", "steps": [10, 20], "weights": [1, 3]}, "mean(gs://runs/a@10+20, 1+3)"),
+        ({"kind": "ema", "weights": 0.9}, "ema(gs://runs/a@last:5, 0.9)"),
+        ({"kind": "wsm", "steps": "last:4", "weights": "sqrt"}, "wsm(gs://runs/a@last:4, sqrt)"),
+        ({"kind": "interpolate", "steps": [10, 20], "weights": 0.00001}, "interpolate(gs://runs/a@10+20, 0.00001)"),
     ],
 )
 def test_options_of_a_merge_become_its_name(merge: dict[str, Any], name: str) -> None:
-    asked = {"model_path": "runs/a", "merge": merge}
+    asked = {"model_path": "gs://runs/a", "merge": merge}
     config = EvaluationConfig.model_validate({**asked, "evals": [{"name": "demo_facts"}]})
     assert (config.model_path, config.merge, config.run_name) == (name, None, "a")
     assert SuiteRequest.model_validate(asked).model_path == name
