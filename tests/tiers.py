@@ -53,6 +53,7 @@ REST: Mapping[str, tuple[str, ...]] = {
     "integration/test_lm_eval_hf.py": (*_LM_EVAL, *_ENGINE),
     "integration/test_lm_eval_refusals.py": _LM_EVAL,
     "integration/test_merges_of_torch.py": ("pools/weights",),
+    "integration/test_adapters_real.py": ("pools/weights",),
     "integration/test_mlflow_checkpoints.py": ("tasks/checkpoints", "resources/storage"),
     "integration/test_mlflow_sink.py": ("tasks/sinks", "tests/fakes/mlflow"),
     "integration/test_opened_files.py": (*_ENGINE, "pools/weights"),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pools.weights.adapter_changes import Change, changes_of
+from pools.weights.adapters.changes import Change, changed_config, changes_of
 from pools.weights.formats import INDEX_NAME, Tensor, read_safetensors_header
 from pools.weights.making import Making
 from pools.weights.merging import (
@@ -30,6 +30,7 @@ from pools.weights.merging import (
     read_ahead,
     write_weights,
 )
+from resources.errors import CheckpointError
 from resources.storage import storage
 
 _CACHED_NUMBERS = 2**16  # processed at once, with as many of the product: they fit into the cache of a core
@@ -69,6 +70,12 @@ def merge_adapter(making: Making) -> None:
     with ExitStack() as held:
         base = on_this_machine(making.folder.inputs[0], making.hold_copy, held)
         changes = changes_of(replace(making.folder, inputs=(base,)))
+        if {**base.config, **changed_config(base, changes)} != making.folder.config:
+            raise CheckpointError(
+                expected=f"a base in safetensors for an adapter that changes its vocabulary: {making.folder.uri}",
+                found=f"{base.uri} in another format",
+                remedy="save the base as safetensors",
+            )
         held.enter_context(_products_on_their_own_thread())
         file_of = open_files(held)
         shards = {name: read_safetensors_header(base.files[name]) for name in base.weight_files}

@@ -22,9 +22,12 @@ from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 
+from pools.weights.adapters.folder import base_location
 from pools.weights.content import hash_of, linking
-from pools.weights.merges import locations_of, merge_of, with_each_location
+from pools.weights.formats import ADAPTER_CONFIG, read_json
+from pools.weights.merges import locations_of, merge_of, with_each_location, with_options
 from pools.weights.model_files import ModelDigests, ModelFolder, served_files
+from pools.weights.overrides import override_of, without_options
 from resources.errors import AssayError, StorageError
 from resources.settings import settings
 from resources.storage import storage
@@ -205,9 +208,20 @@ def hold_kept(uri: str, digests: ModelDigests) -> tuple[str, Callable[[], None]]
             let_go = partial(_let_go, folder, key, folder.hold(key))
         if entry.is_dir():
             kept = {place: str(entry / str(number)) for number, place in enumerate(places)}
-            return with_each_location(uri, partial(_instead, kept)), let_go
+            return _kept_name(uri, kept), let_go
         let_go()
     return uri, _nothing
+
+
+def _kept_name(uri: str, kept: Mapping[str, str]) -> str:
+    if (merge := merge_of(uri)) is not None:
+        return str(merge.with_locations(lambda each: _kept_name(each, kept)))
+    name, override = with_each_location(uri, partial(_instead, kept)), override_of(uri)
+    place = storage.resolved(without_options(uri))
+    if place not in kept or (override and override.base):
+        return name
+    config = {file.uri: file for file in storage.list_folder(kept[place])}.get(f"{kept[place]}/{ADAPTER_CONFIG}")
+    return with_options(name, base=base_location(place, read_json(config, []))) if config else name
 
 
 def _instead(kept: Mapping[str, str], location: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pools.weights.adapters import inspect_adapter
+from pools.weights.adapters.folder import inspect_adapter
 from pools.weights.content import content_digest
 from pools.weights.formats import ADAPTER_RECIPE, Tensor, irregular, read_json
 from pools.weights.merges import merge_of

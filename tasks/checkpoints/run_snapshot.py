@@ -16,7 +16,7 @@ import fsspec
 import orjson
 
 from pools.weights.content import SETTLED_SECONDS, file_identity
-from pools.weights.formats import INDEX_NAME, may_pass
+from pools.weights.formats import INDEX_NAME, is_adapter, may_pass
 from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder
 from pools.weights.merges import merge_of, with_each_location
 from pools.weights.model_files import ModelFolder, checkpoint_files, digest_model_folder, small_files
@@ -284,6 +284,8 @@ class _Listed(NamedTuple):
 
 def _listed(uri: str, held: Sequence[FileInfo], name: str, files_in: FilesIn) -> _Listed:
     files = described_by(uri, {storage.basename(file.uri): file for file in held}, files_in).files
+    if is_adapter(files):
+        files = inspect_checkpoint(uri, held, files_in=files_in).files  # those of its base, too
     return _Listed(uri, held, files, files_in, name, listing_digest(files))
 
 

@@ -1,7 +1,10 @@
 """Adapters as PEFT writes them, as a program for an environment with it and torch.
 
-python peft_adapters.py CASES_FILE: for each case a base, an adapter on it with random numbers, PEFT's own merge of both
-as a folder, and logits of the adapter on its base as PEFT runs it while training.
+python peft_adapters.py write CASES_FILE: for each case a base, an adapter on it with random numbers, PEFT's own merge
+of both as a folder, and logits of the adapter on its base as PEFT runs it while training.
+
+python peft_adapters.py compare PAIRS_FILE: for each pair of a model and such a merge, the largest distance between the
+model's logits in float32 and those.
 """
 
 from __future__ import annotations
@@ -14,21 +17,33 @@ from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 from peft import LoraConfig, PeftModel, get_peft_model  # pyright: ignore[reportMissingImports]
-from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig  # pyright: ignore[reportMissingImports]
 
 PROMPT = list(b"The bee makes honey.")
 
 
-def main(cases: str) -> None:
-    for case in json.loads(Path(cases).read_text()):
-        write(case, Path(case["folder"]))
+def main(mode: str, file: str) -> None:
+    asked = json.loads(Path(file).read_text())
+    if mode == "write":
+        for case in asked:
+            write(case, Path(case["folder"]))
+        return
+    print(json.dumps([distance(Path(made), Path(merged)) for made, merged in asked]))
+
+
+def distance(made: Path, merged: Path) -> float:
+    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT])).logits[0]
+    return float((logits - load_file(merged / "logits.safetensors")["logits"]).abs().max())
 
 
 def write(case: dict[str, Any], folder: Path) -> None:
     torch.manual_seed(case.get("seed", 0))
     dtype = getattr(torch, case.get("dtype", "float32"))
-    base, adapter, merged = folder / "base", folder / "run" / "checkpoint-10", folder / "merged"
+    step = f"checkpoint-{case.get('step', 10)}"
+    base, adapter, merged = folder / "base", folder / "run" / step, folder / "merged" / step
     if not base.exists():
         model = AutoModelForCausalLM.from_config(config_of(case), dtype=dtype)
         model.save_pretrained(base, max_shard_size=case.get("shard", "5GB"))
@@ -70,7 +85,7 @@ def write(case: dict[str, Any], folder: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     (merged / "config.json").write_text(json.dumps(config | changed))
     save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
-    save_file({"logits": logits.contiguous()}, folder / "logits.safetensors")
+    save_file({"logits": logits.contiguous()}, merged / "logits.safetensors")
 
 
 def config_of(case: dict[str, Any]) -> Any:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pools.weights.adapter_changes import changed_config, changes_of, is_nothing
+from pools.weights.adapters.changes import changed_config, changes_of, is_nothing
 from pools.weights.content import hash_of
-from pools.weights.formats import ADAPTER_CONFIG, ADAPTER_RECIPE, ADAPTER_WEIGHTS, irregular, read_json
+from pools.weights.formats import ADAPTER_CONFIG, ADAPTER_RECIPE, ADAPTER_WEIGHTS, irregular, is_adapter, read_json
 from pools.weights.merges import merge_of
 from pools.weights.model_files import CONFIG_FILES, ModelFolder, small_files
 from pools.weights.overrides import override_of, without_options
@@ -44,18 +44,22 @@ _WITHOUT_EFFECT = frozenset(  # on merging: they are about training, or the name
 _CHANGING_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # PEFT repeats these when it loads the adapter
 
 
-def inspect_adapter(own: ModelFolder, inspect: Callable[[str], ModelFolder], *, files_in: FilesIn) -> ModelFolder:
-    """Returns the model that an adapter makes of its base: with the base's config, and its tokenizer unless the
-    adapter has its own. Failures go into `problems`.
+_bases: dict[str, ModelFolder] = {}  # complete bases by location: many adapters have the same
+_MOST_BASES = 16
 
-    `own`: the adapter's folder, inspected as a reference; its name may give the base, which `inspect` inspects.
-    `files_in`: as in `inspect_reference_folder`.
+
+def inspect_adapter(own: ModelFolder, inspect: Callable[..., ModelFolder], *, files_in: FilesIn) -> ModelFolder:
+    """Returns the model that an adapter makes of its base: with the base's config, and its tokenizer unless the
+    adapter has its own. Failures go into `problems`. Where the base's weights must be made, they are looked at then.
+
+    `own`: the adapter's folder, inspected as a reference; its name may give the base. `inspect`: `inspect_checkpoint`,
+    for the base. `files_in`: as there.
     """
     weights = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     files = {name: file for name, file in own.files.items() if name not in CONFIG_FILES}
     problems = [f"{name} is missing" for name in weights if name not in files]
     problems += filter(None, (irregular(files[name]) for name in weights if name in files))
-    base = None if problems else _base(own, inspect, problems)
+    base = None if problems else _base(own, inspect, files_in, problems)
     folder = replace(own, problems=(), weight_files=weights, made_by=ADAPTER_RECIPE, config=base.config if base else {})
     if base is None or problems:
         return replace(folder, problems=tuple(problems))
@@ -65,19 +69,23 @@ def inspect_adapter(own: ModelFolder, inspect: Callable[[str], ModelFolder], *, 
         kept = {name: file for name, file in kept.items() if not is_part_of_tokenizer(name)}
     files, missing, notes = described_by(own.uri, kept | files, files_in)
     try:
-        changes = changes_of(folder)
+        changes = changes_of(folder) if base.made_by is None else {}
     except CheckpointError as error:
         return replace(folder, problems=(error.found,))
     config = {**base.config, **changed_config(base, changes)}
     if config != base.config:
         files = {**files, "config.json": _written(config)}
-    if is_nothing(changes):
+    notes = (f"an adapter of {base.uri}", *notes)
+    if changes and is_nothing(changes):
         notes += (f"it changes nothing of its base {base.uri}: all that it adds is zero",)
     served = small_files(replace(folder, files=files)) | {name: files[name] for name in weights}
+    served |= {f"base/{name}": base.files[name] for name in base.weight_files}  # so that listings differ with them
     return replace(folder, files=served, problems=tuple(missing), config=config, notes=(*notes, *base.notes))
 
 
-def _base(own: ModelFolder, inspect: Callable[[str], ModelFolder], problems: list[str]) -> ModelFolder | None:
+def _base(
+    own: ModelFolder, inspect: Callable[..., ModelFolder], files_in: FilesIn, problems: list[str]
+) -> ModelFolder | None:
     config = read_adapter_config(own.files, problems)
     override = override_of(own.uri)
     given = override.base if override else None
@@ -89,13 +97,20 @@ def _base(own: ModelFolder, inspect: Callable[[str], ModelFolder], problems: lis
     if location is None:
         problems.append(gone)
         return None
-    if merge_of(location) is None:
-        names = {storage.basename(file.uri) for file in storage.list_folder(without_options(location))}
-        if not names or (ADAPTER_CONFIG in names and "config.json" not in names):
-            problems.append(f"its base {named} is an adapter, too; merge that first" if names else gone)
-            return None
-    base = inspect(location)
-    problems += [f"{problem} in {base.uri}, its base" for problem in base.problems]
+    if merge_of(location) is not None:
+        return inspect(location)
+    place = without_options(location)
+    listed = files_in(place, within=storage.parent(storage.absolute(place)))
+    files = {storage.basename(file.uri): file for file in listed}
+    if not files or is_adapter(files):
+        problems.append(f"its base {named} is an adapter, too; merge that first" if files else gone)
+        return None
+    base = _bases.get(location)
+    if base is None or any(files.get(name) != file for name, file in base.files.items()):
+        base = inspect(location, listed, files_in=files_in)
+        problems += [f"{problem} in {base.uri}, its base" for problem in base.problems]
+        if base.complete and len(_bases) < _MOST_BASES:
+            _bases[location] = base
     return base
 
 
@@ -136,7 +151,8 @@ def read_adapter_config(files: Mapping[str, FileInfo], problems: list[str]) -> d
 
 def _written(config: Mapping[str, Any]) -> FileInfo:
     content = json.dumps(config, indent=2, sort_keys=True).encode()
-    folder = settings().cache_dir / "configs" / hash_of(content)
-    if not (folder / "config.json").is_file():
-        storage.write_bytes(str(folder / "config.json"), content)
-    return storage.list_files(str(folder))[0]
+    digest = hash_of(content)
+    file = settings().cache_dir / "configs" / digest / "config.json"
+    if not file.is_file():
+        storage.write_bytes(str(file), content)
+    return FileInfo(str(file), len(content), 0.0, digest)

@@ -1,0 +1,1 @@
+"""Adapters as PEFT writes them: their base, and the tensors of it that they change."""
