@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, held against those that its config makes before an engine starts with it or reloads it.
+"""Tensors of a checkpoint, held against its config before an engine starts with it or reloads it.
 
 Headers and the config are sufficient: `programs/check_tensors.py` builds the model without memory for its weights. The
 answer is stored on this machine, for all checkpoints with the same config, names and shapes. Without an answer, the

@@ -32,11 +32,16 @@ def error_in(failure: Failure) -> str:
     return _DIFFERS.sub("", first if "First error" in first or not others else f"{first} {others[-1]}")
 
 
+def _read_alike(served: ServedModel) -> tuple[str, str]:
+    return served.config, served.tokenizer
+
+
 class LoadLog:
     """Records the loads of a pool's replicas, and the deaths of engines by the checkpoint that they held.
 
     A failure belongs to the checkpoint that was loaded or held. It is the pool's if no engine has answered yet, and
-    either two different checkpoints failed with the same error, or no checkpoint is left to try.
+    either two different checkpoints failed with the same error, or no checkpoint is left to try. Checkpoints with
+    another config or tokenizer than any that failed are tried first.
 
     `linger_seconds` is the time that a checkpoint must be idle before its replica is free: as long as a swap takes.
 
@@ -133,6 +138,9 @@ class LoadLog:
     def start_failure(self, models: Mapping[str, ServedModel]) -> Failure | None:
         """Returns the reason that no engine of the pool starts; None if a checkpoint may still be servable."""
         if self._has_answered:
+            return None
+        tried = {_read_alike(served) for served in models.values() if served.digest in self._start_errors}
+        if any(name not in self._unusable and _read_alike(served) not in tried for name, served in models.items()):
             return None
         alike: dict[str, list[str]] = {}
         for name, failure in self._start_errors.values():

@@ -27,6 +27,12 @@ server.sendall(label.encode())
 threading.Event().wait()
 """
 """Part of an engine on another host: sends its weights to the server, and outlives the server."""
+_CHECK = """
+import json, pathlib, sys
+order, answer, unfit = sys.argv[1:]
+shapes = json.loads(pathlib.Path(order).read_text())["shapes"]
+pathlib.Path(answer).write_text(json.dumps({"why": f"{unfit} is of no use" if unfit in shapes else None}))
+"""
 _ENGINE = Path(__file__).with_name("engine.py")
 
 
@@ -35,7 +41,8 @@ class FakeLauncher:
     """Launches `fakes/engine.py` on a checkpoint's weights, and logs every launch in `folder`.
 
     `faults` go to every engine from its start; `scripts` replace the engines of some launches, counted from 0, by
-    Python code; with `notes_requests` every engine logs its requests into `asked.txt`.
+    Python code; with `notes_requests` every engine logs its requests into `asked.txt`. Checkpoints with a tensor of the
+    name `unfit` do not fit their config.
     """
 
     folder: Path
@@ -43,6 +50,7 @@ class FakeLauncher:
     scripts: dict[int, str] = field(default_factory=dict)
     identity: str = "fake-engine"
     notes_requests: bool = False
+    unfit: str = ""
 
     @property
     def launches(self) -> list[str]:
@@ -66,7 +74,7 @@ class FakeLauncher:
         return Launch(sys.executable, tuple(arguments), {})
 
     def check(self, order: Path, answer: Path) -> Launch | None:
-        return None
+        return Launch(sys.executable, ("-c", _CHECK, str(order), str(answer), self.unfit), {}) if self.unfit else None
 
     def warmed(self, client: Client) -> AbstractContextManager[Launcher]:
         return nullcontext(self)

@@ -22,7 +22,7 @@ import pytest
 
 from fakes.fault_target import inject
 from fakes.launcher import FakeLauncher
-from fakes.models import CONFIG, write_checkpoint, write_safetensors
+from fakes.models import CONFIG, PARAMETERS, write_checkpoint, write_safetensors
 from fakes.polling import eventually, is_alive
 from fakes.pools import InferencePool
 from fakes.web_proxy import web_proxy
@@ -105,6 +105,23 @@ def pool_config(**fields: Any) -> InferencePoolConfig:
             **fields,
         }
     )
+
+
+def test_unfit_checkpoint_before_any_other_is_refused_and_costs_no_engine(
+    checkpoints: list[Servable], client: LocalClient, tmp_path: Path
+) -> None:
+    launcher = FakeLauncher(tmp_path, unfit="extra.weight")
+    folder = write_checkpoint(tmp_path / "step-0", parameters={**PARAMETERS, "extra.weight": (2, 2)})
+    served = [Servable.from_uri("run-0", str(folder)), *checkpoints]
+    with InferencePool(pool_config(), served, client=client, launcher=launcher) as pool:
+        ways = []
+        for name in ("run-0", "run-1", "run-0", "run-1"):
+            try:
+                ways.append(pool.load(name)[1].how)
+            except ModelUnusable as error:
+                ways.append(error.found)
+        assert ways == ["extra.weight is of no use", "cold start", "extra.weight is of no use", "already loaded"]
+        assert launcher.launches == ["run-1"]
 
 
 def ask(

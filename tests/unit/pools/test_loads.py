@@ -126,6 +126,14 @@ def test_start_failure_is_the_pools_once_two_checkpoints_met_it(
     assert set(pool.unusable) == {name for name, _, _ in failures}
 
 
+def test_start_failure_of_two_checkpoints_leaves_others_with_another_tokenizer_to_be_tried() -> None:
+    pool, served = Pool(), {**SERVED, "run-3": ServedModel(digest="run-3", tokenizer="other")}
+    pool.loads.take_in([replica("r0", *(load(n, f"run-{n}", failed=failure(START)) for n in (1, 2)))])
+    assert pool.loads.start_failure(served) is None and set(pool.loads.unusable(served)) == {"run-1", "run-2"}
+    pool.loads.take_in([replica("r0", load(3, "run-3", failed=failure(START)))])
+    assert pool.loads.start_failure(served) is not None
+
+
 def test_start_failure_of_every_checkpoint_is_forgotten_for_another_try() -> None:
     pool, only = Pool(), {"run-1": SERVED["run-1"]}
     pool.loads.take_in([replica("r0", load(1, "run-1", failed=failure(START)))])
