@@ -34,7 +34,7 @@ LOADED_BYTES = 2**28
 """Bytes of tensors that are read at once, unless a single tensor has more."""
 MOST_TIMES = 4
 """Bytes of all tensors for a byte of the files: a view of few bytes can say that it has any number of them."""
-CODE = re.compile(r"(?:GLOBAL|[Uu]nsupported (?:global|class):?|type) ([\w.]+\.\w+)")
+CODE = re.compile(r"GLOBAL ([\w.]+)")
 DESCRIBING = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
@@ -150,7 +150,7 @@ def load_pickled(path: Path, name: str) -> dict[str, torch.Tensor]:
             held = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = CODE.search(str(error))
-        why = f"{named[1]}, code that would run when it is read" if named else f"more than tensors: {error!s:.200}"
+        why = f"{named[1]}, code that would run when it is read" if named else "more than tensors"
         raise Refused(f"{name} holds {why}") from error
     except (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise Refused(f"{name} cannot be read (cut off?): {error!s:.200}") from error
@@ -191,10 +191,17 @@ class Description(pickle.Unpickler):
         if found is torch.Size or isinstance(found, torch.dtype):
             return found
         if (module, name) == ("builtins", "getattr"):  # so Python 3.11 writes a member of an enumeration
-            return lambda kind, member: _MEM_FORMAT_ENCODING(kind[member]) if kind is _MEM_FORMAT_ENCODING else None
+            return member_of
         if name in DESCRIBING.get(module, ()):
             return super().find_class(module, name)
         raise Refused(f".metadata holds {module}.{name}, code that would run when it is read"[:200])
+
+
+def member_of(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
+    """Returns a member of the enumeration in the metadata."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise Refused(f".metadata holds {kind!a:.100}.{name}, code that would run when it is read")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class Reader(dcp.FileSystemReader):
