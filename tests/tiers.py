@@ -52,6 +52,7 @@ REST: Mapping[str, tuple[str, ...]] = {
     "integration/test_levanter_real.py": _LEVANTER,
     "integration/test_lm_eval_hf.py": (*_LM_EVAL, *_ENGINE),
     "integration/test_lm_eval_refusals.py": _LM_EVAL,
+    "integration/test_made_weights.py": ("pools/weights", "tests/fakes/torch_writers.py"),
     "integration/test_merges_of_torch.py": ("pools/weights",),
     "integration/test_adapters_real.py": ("pools/weights",),
     "integration/test_mlflow_checkpoints.py": ("tasks/checkpoints", "resources/storage"),

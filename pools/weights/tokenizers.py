@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from pools.weights.formats import SHARDED_FOLDER
 from pools.weights.overrides import override_of
 from resources.storage import storage
 from resources.storage.storage import FileInfo
@@ -78,17 +79,25 @@ def described_by(uri: str, own: Files, files_in: FilesIn = storage.list_folder) 
     override = override_of(uri)
     files, problems, notes = dict(own), list[str](), list[str]()
     place = override.tokenizer if override else None
+    is_sharded = any(name.startswith(f"{SHARDED_FOLDER}/") for name in own)
+    taken: Files = {}
     if place is not None:
-        files = _with_tokenizer(own, _named(files_in(place)))
+        taken = _named(files_in(place))
+        files = _with_tokenizer(own, taken)
         notes.append(f"its tokenizer is that of {place}")
     elif (
-        "config.json" in own
+        (is_sharded or "config.json" in own)
         and not has_vocabulary(own)
         and (above := _above(override.location if override else uri, files_in)) is not None
     ):
         place, taken = above
         files = _with_tokenizer(own, taken)
         notes.append(f"it has no tokenizer, so it takes that of its run, in {place}")
+    if is_sharded and "config.json" not in own and "config.json" in taken:  # trainers write none beside FSDP's shards
+        files["config.json"] = taken["config.json"]
+        notes.append(f"it has no config, so it takes that of {place}")
+    elif is_sharded and "config.json" not in own:
+        problems.append("shards of FSDP alone; name a folder with the model's config and tokenizer with --tokenizer")
     if override and override.template is not None:
         files = {name: file for name, file in files.items() if name not in _TEMPLATES}
         problems += _take_template(override.template, files, files_in)

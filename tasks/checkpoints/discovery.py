@@ -131,6 +131,8 @@ def layouts_in(files: Iterable[FileInfo]) -> Layouts:
         folders[file.uri.rpartition("/")[0]].append(file)
     native, states = _native_folders(folders), training_states(folders)
     of_states = {state.folder for state in states}
+    for place in [storage.parent(folder) for folder in folders if folder.endswith(f"/{SHARDED_FOLDER}")]:
+        folders.setdefault(place, [])
     whole = {folder: [*held, *folders.get(f"{folder}/{SHARDED_FOLDER}", ())] for folder, held in folders.items()}
     exports = [
         (folder, held)

@@ -11,7 +11,7 @@ a checkpoint without it is incomplete. Sources:
   `latest_checkpointed_iteration.txt` next to `iter_N`, once all ranks have written; valid for `iter_N/hf` too;
 - torch.distributed.checkpoint (PyTorch 2.13.0): `.metadata`, or `__0.metadata` where each rank writes its own, moved
   into place after all files. torchtitan (pytorch/torchtitan b5bcd76) resumes from no folder without it;
-- accelerate 1.15.0: the same in `pytorch_model_fsdp_N`, merged by `accelerate merge-weights`.
+- accelerate 1.15.0: the same in `pytorch_model_fsdp_0`, which is exported while staged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ _WITHOUT_MARK = "is not there, which {framework} writes when a checkpoint is who
 _BARE = "prime-rl broadcasts weights alone: deployments/hooks/assay_prime_rl.py puts config and tokenizer beside them"
 _TRACKED = f"{_TRACKER} names"
 _SHARD = ".distcp"
-_FSDP = "pytorch_model_fsdp_"  # accelerate writes a folder for each model
 _LEGACY = "/model_optim_rng.pt"  # Megatron's `torch` format, a file in each `mp_rank_…`
 
 Folders = Mapping[str, Sequence[FileInfo]]
@@ -199,12 +198,6 @@ def _remedy(root: str, names: set[str]) -> str:
             "a checkpoint of Megatron-LM, which exports none; make run_config.yaml as Megatron-Bridge's "
             f"docs/megatron-lm-to-megatron-bridge.md says, and export it: {bridge}"
         )
-    if shards := sorted(part for name in names if (part := name.partition("/")[0]).startswith(_FSDP)):
-        return (
-            f"a checkpoint of FSDP by accelerate without config.json: copy it and the model's tokenizer into {root}; "
-            f"or export it: mkdir -p {storage.parent(export)} && "
-            f"accelerate merge-weights {storage.join(root, shards[0])} {export}, and copy them there"
-        )
     if any(name.startswith("model_and_optim/") for name in names):
         return (
             "a checkpoint of OLMo-core; export it: python src/examples/huggingface/convert_checkpoint_to_hf.py "
@@ -226,11 +219,12 @@ def _export_of(root: str) -> str:
 
 def only_state(folder: str, files: Sequence[FileInfo], states: Set[str]) -> bool:
     """Returns True if a folder belongs to a training state and is no export: an export has weights, or is called `hf`,
-    or has the model's config, with which shards are exported while staged."""
+    or has FSDP's shards, or others and the model's config, so that they are exported while staged."""
     parent = storage.parent(folder)
     if states.isdisjoint((folder, parent, storage.parent(parent))):
         return False
     names = {file.uri.removeprefix(f"{folder}/") for file in files}
-    described = "config.json" in names and any(name.endswith(_SHARD) for name in names)
+    shards = [name for name in names if name.endswith(_SHARD)]
+    described = any(name.startswith(SHARDED_FOLDER) for name in shards) or bool(shards and "config.json" in names)
     weights = any(name.endswith(".safetensors") or name.startswith(PICKLED_NAME) for name in names)
     return storage.basename(folder) != "hf" and not weights and not described

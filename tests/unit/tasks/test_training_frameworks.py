@@ -179,11 +179,6 @@ STATES = {
         "dcp",
         "deployments/hooks/assay_prime_rl.py",
     ),
-    "FSDP of transformers": (
-        ("run/checkpoint-10", ("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata")),
-        "dcp",
-        "accelerate merge-weights {folder}/pytorch_model_fsdp_0 {run}/run/hf/checkpoint-10, and copy them",
-    ),
     "ranks with their own metadata": (
         ("run/step-10", ("__0_0.distcp", "__0.metadata")),
         "dcp",
