@@ -31,11 +31,7 @@ REST: Mapping[str, tuple[str, ...]] = {
     "e2e/test_policy_acceptance.py": _POLICIES,
     "e2e/test_train_and_evaluate.py": ("tasks/training", "flows/training.py"),
     "faults/test_chaos.py": ("tests/faults/chaos",),
-    "integration/test_architectures.py": (
-        "pools/engine/programs",
-        "pools/weights/architectures",
-        "resources/environments",
-    ),
+    "integration/test_architectures.py": ("pools/engine/programs", "pools/architectures", "resources/environments"),
     "integration/test_alerts.py": ("tasks/verdicts/alert", "deployments/alerts"),
     "integration/test_dispatch.py": (*_POLICIES, "flows/reconcile.py"),
     "integration/test_engine_guards.py": _ENGINE,

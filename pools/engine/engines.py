@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+from pools.architectures import is_multimodal, language_config, language_path
 from pools.config import REQUEST_GENERATION_PARAMS, EngineDevice, InferencePoolConfig
-from pools.weights.architectures import is_multimodal, language_config, language_path
 from resources.config import size_in_bytes
 from resources.jobs.inheritance import ENGINE_SETTINGS, NO_ENGINE_SETTINGS
 from resources.settings import process_environment, variables_like

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pools.architectures import language_config
 from pools.config import InferencePoolConfig
 from pools.engine.engines import (
     DATA_PARALLEL,
@@ -16,7 +17,6 @@ from pools.engine.engines import (
     engine_kwargs,
 )
 from pools.engine.launch import Servable
-from pools.weights.architectures import language_config
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pools.weights.architectures import why_not_served
+from pools.architectures import why_not_served
 from pools.weights.content import content_digest, hash_of
 from pools.weights.formats import (
     ADAPTER_RECIPE,

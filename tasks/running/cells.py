@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from pools.architectures import language_config
 from pools.engine.engines import with_engine_variables
 from pools.pool.access import PoolAccess
 from pools.pool.kept import access_to
-from pools.weights.architectures import language_config
 from pools.weights.kept import keep
 from pools.weights.layouts import inspect_again
 from pools.weights.merges import locations_of

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
+from pools.architectures import LISTS
 from pools.engine.engines import PLACEHOLDERS, engine_variables
-from pools.weights.architectures import LISTS
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment, settings
 

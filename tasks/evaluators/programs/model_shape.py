@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 LANGUAGE_MODELS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""As in `pools/weights/architectures.py`."""
+"""As in `pools/architectures.py`."""
 
 
 def shape_of(checkpoint: Path) -> dict[str, Any]:

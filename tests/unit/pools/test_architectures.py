@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pools.architectures import is_multimodal, language_config, listed, why_not_served
 from pools.engine.engines import ENGINES
-from pools.weights.architectures import is_multimodal, language_config, listed, why_not_served
 from resources.environments.environments import ENVIRONMENTS
 
 
