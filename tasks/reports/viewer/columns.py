@@ -79,12 +79,12 @@ class ViewedCheckpoint:
     run: str
     name: str
     step: int
-    label: str | None
     merge: str | None
     status: str
     note: str | None
     samples: bool
     scores: Mapping[str, Score]
+    label: str | None = None
 
 
 @dataclass(frozen=True)
