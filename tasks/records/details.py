@@ -19,7 +19,7 @@ from pools.weights.merges import MergeKind
 from resources.settings import settings
 from resources.storage import storage
 from tasks.spec.evaluation import digest_of
-from tasks.spec.labels import Order, folder_of, order_of, short_words_of, words_of
+from tasks.spec.labels import Order, folder_of, order_of
 from tasks.spec.names import in_steps
 
 _Value = TypeVar("_Value")
@@ -110,12 +110,12 @@ class Placed(Part):
     @property
     def place(self) -> str:
         """Its step or label for a sentence, such as `step 2,000`."""
-        return words_of(self.step, self.label)
+        return f"step {self.step:,}" if self.label is None else self.label
 
     @property
     def short_place(self) -> str:
         """Its step or label for a table, such as `2,000`."""
-        return short_words_of(self.step, self.label)
+        return self.place.removeprefix("step ") if self.label is None else self.label
 
 
 class MergedInput(Placed):

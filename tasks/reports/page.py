@@ -165,7 +165,7 @@ def rows_table(rows: Iterable[dict[str, Any]]) -> Table:
     for row in rows:
         value = NOTHING if row["value"] is None else measured(row["value"], row["stderr"])
         value += f" {CHANGED}" if row["integrity"] == "changed" else ""
-        step = row["label"] if row["step"] is None else f"{row['step']:,}"
+        step = Text(row["label"] if row["step"] is None else f"{row['step']:,}")
         n = NOTHING if row["n"] is None else f"{row['n']:,}"
         names = evaluator_title(row["evaluator"]), row["benchmark"], row["metric"] or NOTHING
         status = Text(row["status"], style=_STATUS_STYLES.get(row["status"], ""))

@@ -46,13 +46,3 @@ def order_of(step: int, label: str | None) -> Order:
 def latest_of(orders: Iterable[Order]) -> Order | None:
     """Returns the sort key of the highest step; of the last label only if there is no step."""
     return max(orders, key=lambda order: (order[0] == 0, order), default=None)
-
-
-def words_of(step: int, label: str | None) -> str:
-    """Returns the place for a sentence: `step 2,000`, or the label."""
-    return f"step {step:,}" if label is None else label
-
-
-def short_words_of(step: int, label: str | None) -> str:
-    """Returns the place for a table: `2,000`, or the label."""
-    return f"{step:,}" if label is None else label

@@ -537,6 +537,19 @@ def test_grid_of_what_is_read_so_far_grows_under_what_was_chosen(page: Page, ser
     assert "q=question-7" in page.value("location.hash")
 
 
+def test_checkpoints_with_a_label_are_last_on_the_axis_and_on_no_line(page: Page, server: ViewServer) -> None:
+    files = large_files(questions=20, checkpoints=6)
+    index = orjson.loads(files["index.json"])
+    for checkpoint, label in zip(index["benchmarks"][0]["checkpoints"][4:], ("best", "final"), strict=True):
+        checkpoint |= {"step": 0, "label": label, "name": f"run-{label}"}
+    server.sites["labels"] = {**files, "index.json": orjson.dumps(index)}
+    show(page, server, "labels")
+    texts = "[...document.querySelectorAll('svg text.tick')].map((tick) => tick.textContent)"
+    assert page.value(texts) == ["0", "1", "2", "3", "best", "final"]
+    lines = "[...document.querySelectorAll('path.score')].map((path) => path.getAttribute('d').split('L').length)"
+    assert page.value(lines) == [4, 1, 1]
+
+
 def test_14000_questions_at_200_checkpoints_are_drawn_in_a_page_of_few_elements_and_single_cells_can_be_hit(
     page: Page, server: ViewServer
 ) -> None:
