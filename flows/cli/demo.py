@@ -92,18 +92,21 @@ def checkpoints(
     if export is not None and not storage.is_local(export):
         raise BadInput(expected="a folder of this machine", found=export, remedy="write it here, and copy it there")
     checked = build_config({"steps_from": steps_from}, CheckpointSelection, source="the options")
-    checkpoints = find_checkpoints(parts.named(path), steps_from=checked.steps_from, note=note)
+    left_out: list[str] = []
+    checkpoints = find_checkpoints(parts.named(path), steps_from=checked.steps_from, note=left_out.append)
     if export is not None:
         write_checkpoint(checkpoints, storage.local_path(export))
         checkpoints = find_checkpoints(export)
     if as_json:
+        note(*left_out)
         keys = ("uri", "run", "name", "step", "label", "series", "kind", "complete", "problems", "notes")
         print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in checkpoints])
         return
-    _show_checkpoints(checkpoints, path=export or parts.named(path))
+    options = ["--steps-from", steps_from] if steps_from else []
+    _show_checkpoints(checkpoints, left_out, asked=[export or parts.named(path), *options])
 
 
-def _show_checkpoints(checkpoints: Sequence[Checkpoint], *, path: str) -> None:
+def _show_checkpoints(checkpoints: Sequence[Checkpoint], left_out: Sequence[str], *, asked: Sequence[str]) -> None:
     complete = [checkpoint for checkpoint in checkpoints if checkpoint.complete]
     shared = set(checkpoints[0].notes).intersection(*(checkpoint.notes for checkpoint in checkpoints))
     table = Table("Step", "Name", "State", "Notes")
@@ -118,6 +121,6 @@ def _show_checkpoints(checkpoints: Sequence[Checkpoint], *, path: str) -> None:
     OUT.print(table)
     runs = ", ".join(dict.fromkeys(checkpoint.run for checkpoint in checkpoints))
     say(f"{how_many(len(checkpoints), 'checkpoint')} of {runs}: {len(complete)} can be evaluated")
-    say(*(f"All: {note}" for note in sorted(shared)))
+    say(*(f"All: {note}" for note in sorted(shared)), *left_out)
     if complete:
-        say(f"Next: assay evaluate --model {shlex.quote(path)} --eval demo_facts --limit 20")
+        say(f"Next: assay evaluate --model {shlex.join(asked)} --eval demo_facts --limit 20")
