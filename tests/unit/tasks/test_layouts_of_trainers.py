@@ -343,6 +343,6 @@ def test_expression_names_the_steps_and_leaves_other_folders_out(tmp_path: Path)
 def test_folders_without_steps_are_said_with_the_option_to_add(tmp_path: Path) -> None:
     write_layout(tmp_path / "my-run", {"llama-100-sft": WHOLE, "llama-200-sft": OTHER})
     result = invoke(["checkpoints", tmp_path / "my-run"])
-    assert r"--steps-from 'llama-(\d+)-sft'" in result.stderr.replace("\n", " ")
+    assert r"--steps-from 'llama-(\d+)-sft'" in result.output.replace("\n", " ")
     again = invoke(["checkpoints", tmp_path / "my-run", "--steps-from", r"llama-(\d+)-sft", "--json"])
     assert [each["step"] for each in json.loads(again.stdout)] == [100, 200]
