@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from pools.weights.adapters.changes import Change, changed_config, changes_of
-from pools.weights.formats import INDEX_NAME, Tensor, read_safetensors_header
+from pools.weights.converting import write_index
+from pools.weights.formats import Tensor, read_safetensors_header
 from pools.weights.making import Making
 from pools.weights.merging import (
     BLOCK_BYTES,
@@ -91,9 +92,7 @@ def merge_adapter(making: Making) -> None:
             header, places = _header(shard)
             parts = (part for name in shard for part in _parts(shard[name], places[name], file_of))
             write_weights(target, header, parts, _Merger, stopped=making.stopped, on_bytes=making.on_bytes)
-        if INDEX_NAME in base.files:
-            weight_map = {name: file for file, tensors in shards.items() for name in tensors}
-            storage.write_bytes(str(making.content / INDEX_NAME), json.dumps({"weight_map": weight_map}).encode())
+        write_index(making, base.weight_files)
 
 
 def _header(shard: Mapping[str, Change]) -> tuple[bytes, dict[str, int]]:

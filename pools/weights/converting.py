@@ -52,7 +52,7 @@ def convert_pickled(making: Making) -> None:
         _run(making, {"shards": shards, "ties": _ties(making)})
     for target in targets:
         unwrap_names(making.content / target)
-    _write_index(making, targets)
+    write_index(making, targets)
 
 
 def export_distributed(making: Making) -> None:
@@ -105,7 +105,7 @@ def rewrite_shards(making: Making) -> None:
             written.flush()
             os.fsync(written.fileno())
             unfinished.rename(target)
-    _write_index(making, making.folder.weight_files)
+    write_index(making, making.folder.weight_files)
 
 
 def _ties(making: Making) -> bool | None:
@@ -151,12 +151,15 @@ def _weight_map(making: Making, index: str) -> Mapping[str, str]:
     return {name: str(shard) for name, shard in weight_map.items()}
 
 
-def _write_index(making: Making, targets: Sequence[str]) -> None:
+def write_index(making: Making, targets: Sequence[str]) -> None:
+    """Writes the index of made files, if there are several."""
     if len(targets) == 1:
         return
     made = {name: storage.list_files(str(making.content / name))[0] for name in targets}
     weight_map = {tensor: name for name, file in made.items() for tensor in read_safetensors_header(file)}
-    storage.write_bytes(str(making.content / INDEX_NAME), json.dumps({"weight_map": weight_map}).encode())
+    storage.write_bytes(
+        str(making.content / INDEX_NAME), json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+    )
 
 
 def _run(making: Making, job: Mapping[str, Any]) -> None:

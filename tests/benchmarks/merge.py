@@ -1,13 +1,15 @@
-"""Measures how fast a merged checkpoint is computed while it is staged, against reading its checkpoints once.
+"""Measures how fast a merged checkpoint, or an adapter on its base, is computed while it is staged, against reading the
+checkpoints, or the base, once.
 
     make bench NAME=merge
     python tests/benchmarks/merge.py [--checkpoints 5] [--megabytes 1000] [--dtypes BF16,F16,F32] [--rounds 3]
 
 Checkpoints have random weights in a single file each. A round reads all of their weights with as many threads as
-averaging has, and then stages their mean: read, averaged, written and synced. Digests are known before, as from
-planning. Before each of both the files are dropped from the page cache; `cached` is both again with the files in it.
-Figures are GB of the checkpoints per second, medians of the rounds. `peak_megabytes` is the memory that staging adds to
-its process.
+averaging has, and then stages their mean: read, averaged, written and synced. For an adapter, of rank 16 on every
+tensor, the base is read, changed, written and synced. Digests are known before, as from planning. Before each of both
+the files are dropped from the page cache; `cached` is both again with the files in it. Figures are GB of the
+checkpoints, or of the base, per second, medians of the rounds. `peak_megabytes` is the memory that staging adds to its
+process.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from pools.weights.staging import Staging
 BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _TENSORS = 8
 _COLUMNS = 4096
+_RANK = 16
 _READ_BYTES = 4 * 2**20
 _ROOM_BYTES = 10**12
 _fork = multiprocessing.get_context("fork")
@@ -55,38 +58,49 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     BENCH.mkdir(exist_ok=True)
-    compared: list[Comparison] = []
+    comparisons: list[Comparison] = []
     for dtype in options.dtypes.split(","):
         with tempfile.TemporaryDirectory(prefix="merge-", dir=BENCH) as scratch:
-            compared += measured(Path(scratch), dtype, options)
-    print_comparisons("GB/s of the checkpoints in a mean", compared)
+            comparisons += measured(Path(scratch), dtype, options)
+    print_comparisons("GB/s of the checkpoints in a mean, and of the base of an adapter", comparisons)
 
 
 def measured(scratch: Path, dtype: str, options: argparse.Namespace) -> list[Comparison]:
-    """Returns rates for checkpoints of a dtype, with the files on the disk and in the page cache."""
+    """Returns rates for checkpoints of a dtype and for an adapter, with the files on the disk and in the page cache."""
     rows = options.megabytes * 10**6 // (_TENSORS * _COLUMNS * BYTES[dtype])
     folders = [random_checkpoint(scratch / f"step-{step}", dtype, rows, step) for step in range(options.checkpoints)]
+    adapter = random_adapter(scratch / "adapter", folders[0], rows)
+    mean = str(Merge.of_folders("mean", list(map(str, folders))))
+    time.sleep(4)  # digests are remembered only of files unchanged for some seconds
+    return [
+        *compared(scratch, f"merge.{dtype}", mean, folders, options),
+        *compared(scratch, f"adapter.{dtype}", str(adapter), folders[:1], options),
+    ]
+
+
+def compared(
+    scratch: Path, name: str, uri: str, folders: Sequence[Path], options: argparse.Namespace
+) -> list[Comparison]:
+    """Returns rates of staging a checkpoint against reading the weights of folders."""
     files = [folder / "model.safetensors" for folder in folders]
     gigabytes = sum(file.stat().st_size for file in files) / 1e9
-    uri = str(Merge.of_folders("mean", list(map(str, folders))))
-    time.sleep(4)  # digests are remembered only of files unchanged for some seconds
     digests = digest_model_folder(inspect_checkpoint(uri))
     staged = scratch / "staged"
     facts = {
-        "checkpoints": options.checkpoints,
+        "checkpoints": len(folders),
         "megabytes": options.megabytes,
         "threads": merging.thread_count(),
         "peak_megabytes": round(peak_bytes(lambda: stage(staged, uri, digests)) / 1e6),
     }
-    compared = []
-    for name, forgotten in ((f"merge.{dtype}", files), (f"merge.{dtype}.cached", [])):
+    comparisons = []
+    for kind, forgotten in ((name, files), (f"{name}.cached", [])):
         ours, theirs = [], []
         for _ in range(options.rounds):
             theirs.append(gigabytes / seconds_of(lambda: read(files), forgotten))
             ours.append(gigabytes / seconds_of(lambda: stage(staged, uri, digests), forgotten))
-            say(f"{name}: merged {ours[-1]:.2f} GB/s, read {theirs[-1]:.2f} GB/s")
-        compared.append(Comparison(name, "GB/s", median(ours), median(theirs), better="more", facts=facts))
-    return compared
+            say(f"{kind}: merged {ours[-1]:.2f} GB/s, read {theirs[-1]:.2f} GB/s")
+        comparisons.append(Comparison(kind, "GB/s", median(ours), median(theirs), better="more", facts=facts))
+    return comparisons
 
 
 def random_checkpoint(folder: Path, dtype: str, rows: int, seed: int) -> Path:
@@ -94,7 +108,7 @@ def random_checkpoint(folder: Path, dtype: str, rows: int, seed: int) -> Path:
     write_checkpoint(folder)
     size = rows * _COLUMNS * BYTES[dtype]
     header = {
-        f"layer.{number}": {
+        f"layer.{number}.weight": {
             **{"dtype": dtype, "shape": [rows, _COLUMNS]},
             "data_offsets": [number * size, (number + 1) * size],
         }
@@ -110,6 +124,25 @@ def random_checkpoint(folder: Path, dtype: str, rows: int, seed: int) -> Path:
             is_half = dtype == "BF16"
             held = (numbers.view(np.uint32) >> 16).astype(np.uint16) if is_half else numbers.astype(kinds[dtype])
             file.write(held.tobytes())
+    return folder
+
+
+def random_adapter(folder: Path, base: Path, rows: int) -> Path:
+    """Writes an adapter in float32 that changes every tensor of a base."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "lora_alpha": _RANK, "base_model_name_or_path": str(base)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator = np.random.default_rng(0)
+    header, content = {}, b""
+    for number in range(_TENSORS):
+        for part, shape in (("A", (_RANK, _COLUMNS)), ("B", (rows, _RANK))):
+            numbers = generator.standard_normal(shape, dtype=np.float32).tobytes()
+            place = [len(content), len(content) + len(numbers)]
+            name = f"base_model.model.layer.{number}.lora_{part}.weight"
+            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": place}
+            content += numbers
+    encoded = json.dumps(header).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded + content)
     return folder
 
 

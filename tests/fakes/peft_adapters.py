@@ -17,7 +17,7 @@ from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 from peft import LoraConfig, PeftModel, get_peft_model  # pyright: ignore[reportMissingImports]
-from safetensors.torch import load_file, save_file  # pyright: ignore[reportMissingImports]
+from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig  # pyright: ignore[reportMissingImports]
 
 PROMPT = list(b"The bee makes honey.")
@@ -36,7 +36,7 @@ def distance(made: Path, merged: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT])).logits[0]
-    return float((logits - load_file(merged / "logits.safetensors")["logits"]).abs().max())
+    return float((logits - torch.load(merged / "logits.pt")).abs().max())
 
 
 def write(case: dict[str, Any], folder: Path) -> None:
@@ -85,7 +85,7 @@ def write(case: dict[str, Any], folder: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     (merged / "config.json").write_text(json.dumps(config | changed))
     save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
-    save_file({"logits": logits.contiguous()}, merged / "logits.safetensors")
+    torch.save(logits, merged / "logits.pt")
 
 
 def config_of(case: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from pools.weights.model_files import ModelFolder, read_tensors
 from resources.errors import CheckpointError
 from resources.storage import storage
 
-_FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
+_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _PARTS = re.compile(
     r"(?P<module>.+?)\.(?:(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
     r"|(?:token_adapter\.)?(?P<rows>trainable_tokens_delta)"
@@ -34,7 +34,11 @@ _RENAMED = (  # modules in transformers 5, and the tensors of older files and of
     ("transformer.", ""),
 )
 _EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings")
-_HEADS = ("lm_head", "embed_out", "output")
+_HEADS = frozenset(
+    f"{inside}{head}.weight"
+    for inside in ("", "model.", "language_model.")
+    for head in ("lm_head", "embed_out", "output")
+)
 _CONV1D = frozenset({"gpt2", "openai-gpt"})  # their linear layers are stored as (in, out)
 _MOST_REPEATED = 3  # a regular expression with more takes too long on a name that does not match
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
@@ -90,7 +94,7 @@ def changes_of(folder: ModelFolder) -> dict[str, Change]:
     changes: dict[str, Change] = {}
     unreached: list[str] = []
     for path, module in _modules(read_safetensors_header(folder.files[ADAPTER_WEIGHTS]), problems).items():
-        is_head = path.rpartition(".")[2] in _HEADS
+        is_head = f"{path}.weight" in _HEADS
         is_conv1d = not is_head and bool(base.config.get("model_type") in _CONV1D or config.get("fan_in_fan_out"))
         for part in {*module.full, *(["weight"] if module.parts or module.rows else [])}:
             name = _found(f"{path}.{part}", tensors)
@@ -112,11 +116,11 @@ def changes_of(folder: ModelFolder) -> dict[str, Change]:
     if not changes and not problems:
         problems.append(f"{ADAPTER_WEIGHTS} holds no tensor that changes its base")
     if not problems and embedding:
-        if _is_untied(base, tensors, changes, embedding) and not _heads({**tensors, **changes}):
-            head = f"{embedding.removesuffix(embedding.removeprefix('language_model.'))}{_HEADS[0]}.weight"
+        if _is_untied(base, tensors, changes, embedding) and not _HEADS & {*tensors, *changes}:
+            head = f"{'language_model.' if embedding.startswith('language_model.') else ''}lm_head.weight"
             changes[head] = Change(tensors[embedding], tensors[embedding])
-        ends = [embedding, *_heads({**tensors, **changes})]
-        rows = {name: (changes[name].tensor if name in changes else tensors[name]).shape[0] for name in ends}
+        made = tensors | {name: change.tensor for name, change in changes.items()}
+        rows = {name: made[name].shape[0] for name in (embedding, *sorted(_HEADS & made.keys()))}
         if len(set(rows.values())) > 1:
             problems.append(f"rows differ: {', '.join(f'{name} has {count}' for name, count in rows.items())}")
     if problems:
@@ -132,8 +136,8 @@ def _modules(held: Mapping[str, Tensor], problems: list[str]) -> dict[str, _Modu
     modules: dict[str, _Module] = {}
     for key, tensor in held.items():
         matched = _PARTS.fullmatch(key.removeprefix("base_model.model."))
-        if matched is None or tensor.dtype not in _FLOATS:
-            problems.append(f"{ascii(key)[1:-1]} in it is {tensor.dtype}, and none of what is merged here")
+        if matched is None or not _is_readable(tensor):
+            problems.append(f"{ascii(key)[1:-1]} is {ascii(tensor.dtype)[:20]}, which is not merged here")
             continue
         module = modules.setdefault(matched["module"], _Module())
         if matched["rows"]:
@@ -144,6 +148,11 @@ def _modules(held: Mapping[str, Tensor], problems: list[str]) -> dict[str, _Modu
             module.parts[matched["kind"].removeprefix("lora_").removeprefix("embedding_")] = tensor
             module.is_embedding |= matched["kind"].startswith("lora_embedding")
     return modules
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    whole = all(isinstance(size, int) and size > 0 for size in tensor.shape)
+    return whole and tensor.span[1] - tensor.span[0] == math.prod(tensor.shape) * _BYTES.get(tensor.dtype, 0)
 
 
 def _found(name: str, tensors: Mapping[str, Tensor]) -> str | None:
@@ -161,8 +170,8 @@ def _change(
     resizable: bool,
     is_conv1d: bool,
 ) -> Change:
-    if source.dtype not in _FLOATS:
-        raise ValueError(f"{name} is {source.dtype} in its base, which is quantised: name it in bfloat16")
+    if not _is_readable(source):
+        raise ValueError(f"{name} is {ascii(source.dtype)[:20]} in its base: name the base in bfloat16, not quantised")
     full = module.full.get(part)
     shape = full.shape if full else source.shape
     if shape != source.shape and not (resizable and shape[1:] == source.shape[1:]):
@@ -225,20 +234,16 @@ def _embedding(tensors: Mapping[str, Tensor]) -> str | None:
     return next((name for end in ends for name in matrices if f".{name}".endswith(end)), None)
 
 
-def _heads(names: Iterable[str]) -> list[str]:
-    return [name for name in names if f".{name}".endswith(tuple(f".{head}.weight" for head in _HEADS))]
-
-
 def _is_untied(base: ModelFolder, tensors: Mapping[str, Tensor], changes: Mapping[str, Change], embedding: str) -> bool:
     # the base's output layer is its embedding, and the adapter changes them apart
     text = base.config.get("text_config")
     configs = [base.config, *([text] if isinstance(text, dict) else [])]
-    if _heads(tensors) and all(config.get("tie_word_embeddings") is not True for config in configs):
+    if _HEADS & tensors.keys() and all(config.get("tie_word_embeddings") is not True for config in configs):
         return False
     own = changes.get(embedding)
     apart = own is not None and (own.low_rank is not None or own.source.uri != tensors[embedding].uri)
     resized = own is not None and own.tensor.shape != tensors[embedding].shape
-    return bool(_heads(changes)) or (apart and not resized)
+    return bool(_HEADS & changes.keys()) or (apart and not resized)
 
 
 def is_nothing(changes: Mapping[str, Change]) -> bool:
