@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fakes.models import CONFIG, write_checkpoint
+from fakes.models import CONFIG, write_checkpoint, write_safetensors
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.merges import Merge, with_options
 from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_staged_folder, read_tensors
 from pools.weights.staging import Staging
 from resources.storage import storage
+from tasks.checkpoints.discovery import find_checkpoints
+from tasks.checkpoints.run_snapshot import listing_of, snapshot_run, with_digests
 
 PREFIX = "base_model.model."
 PROJECTION, EMBEDDING, HEAD = "model.layers.0.q_proj", "model.embed_tokens", "lm_head"
@@ -175,3 +177,20 @@ def test_base_in_a_store_is_copied_once_for_its_adapters(tmp_path: Path):
             staging.stage(folder.uri, digest_model_folder(folder)).release()
     copies = list((tmp_path / "staged").glob("*/model.safetensors"))
     assert len(copies) == 4  # the base, and what each adapter makes of it
+
+
+def test_run_of_adapters_is_listed_with_digests_that_follow_their_base(tmp_path: Path):
+    base, run = write_base(tmp_path / "base"), tmp_path / "my-run"
+    for step in (100, 200):
+        write_adapter(run / f"checkpoint-{step}", "../../base", lora_alpha=step)
+    found: list[list[tuple[str, str | None]]] = []
+    for seed in range(2):
+        write_safetensors(base / "model.safetensors", parameters=SHAPES, seed=seed)
+        checkpoints = find_checkpoints(str(run))
+        seen = with_digests(str(run), snapshot_run(str(run)), reference=None)
+        assert [(each.name, each.problems) for each in seen] == [("my-run-100", ()), ("my-run-200", ())]
+        assert [each.listing for each in seen] == [listing_of(checkpoint) for checkpoint in checkpoints]
+        digests = [digest_model_folder(each.folder).checkpoint for each in checkpoints if each.folder]
+        assert [each.digest for each in seen] == digests and len(set(digests)) == 2
+        found.append([(each.listing, each.digest) for each in seen])
+    assert not set(found[0]) & set(found[1])
