@@ -199,7 +199,7 @@ class HubFiles(AbstractFileSystem):
                 file.seek(start or 0)
                 return file.read(-1 if end is None else end - (start or 0))
         listed = self._trees.get((place.repository, commit), {}).get(place.path)
-        whole = listed is not None and not start and (end is None or end >= listed["size"])
+        whole = listed is not None and listed["content_id"] and not start and (end is None or end >= listed["size"])
         if listed is None or not whole or listed["size"] > _SMALL_BYTES:
             return _downloaded(place, commit, start, end)
         return self._small_file(place, commit, listed)
@@ -215,8 +215,10 @@ class HubFiles(AbstractFileSystem):
             return commit
         if _offline():
             raise _not_kept(repository, revision)
+        from huggingface_hub import HfApi
+
         with _reported(repository, revision, refs):
-            commit = str(_api().model_info(repository, revision=revision).sha)
+            commit = str(HfApi().model_info(repository, revision=revision).sha)
         refs[revision] = commit
         return commit
 
@@ -268,23 +270,25 @@ def _asked_refs(repository: str) -> dict[str, str]:
 
 
 def _listed_tree(repository: str, commit: str) -> dict[str, dict[str, Any]]:
+    from huggingface_hub.hf_api import HfApi, RepoFile
+
     memory = settings().cache_dir / "hub-listings" / repository.replace("/", "--") / f"{commit}.json"
     with suppress(OSError, ValueError):
         return orjson.loads(read_cached(memory))
     with _reported(repository, commit):
-        entries = list(_api().list_repo_tree(repository, revision=commit, recursive=True))
+        entries = list(HfApi().list_repo_tree(repository, revision=commit, recursive=True))
     tree = {
         str(entry.path): _info(int(entry.size), entry.lfs.sha256 if entry.lfs else entry.blob_id)
         for entry in entries
-        if hasattr(entry, "blob_id") and not {"", ".", ".."} & set(str(entry.path).split("/"))
+        if isinstance(entry, RepoFile) and not {"", ".", ".."} & set(str(entry.path).split("/"))
     }
     with suppress(OSError), written_aside(memory, orjson.dumps(tree), mode=0o644) as written:
         written.replace(memory)
     return tree
 
 
-def _info(size: int, content_id: str | None) -> dict[str, Any]:
-    return {"size": size, "type": "file", "content_id": content_id}
+def _info(size: int, content_id: str) -> dict[str, Any]:
+    return {"size": size, "type": "file", "content_id": content_id if _HASH.fullmatch(content_id) else None}
 
 
 def _downloaded(place: Place, commit: str, start: int | None, end: int | None) -> bytes:
@@ -311,7 +315,10 @@ def _kept_refs(repository: str) -> dict[str, str]:
     folder = _cached(repository) / "refs"
     files = [file for file in folder.rglob("*") if file.is_file()] if folder.is_dir() else []
     refs = {str(file.relative_to(folder)): file.read_text(errors="replace").strip() for file in files}
-    return {name: commit for name, commit in refs.items() if _COMMIT.fullmatch(commit)}
+    kept = {name: commit for name, commit in refs.items() if _COMMIT.fullmatch(commit)}
+    if not kept:
+        raise _not_kept(repository, _MAIN)
+    return kept
 
 
 def _snapshot(repository: str, commit: str) -> Path:
@@ -327,8 +334,7 @@ def _kept_tree(repository: str, commit: str) -> dict[str, dict[str, Any]]:
     for file in sorted(folder.rglob("*")):
         if file.is_file():
             content = file.resolve()  # a file of the folder `blobs`, named after its hash
-            content_id = content.name if _HASH.fullmatch(content.name) else None
-            tree[str(file.relative_to(folder))] = _info(content.stat().st_size, content_id)
+            tree[str(file.relative_to(folder))] = _info(content.stat().st_size, content.name)
     return tree
 
 
@@ -343,12 +349,6 @@ def _offline() -> bool:
     from huggingface_hub import constants
 
     return settings().offline or constants.is_offline_mode()
-
-
-def _api() -> Any:
-    from huggingface_hub import HfApi
-
-    return HfApi()
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""Plans a run whose checkpoints are the branches of a repository on the hub, in a stand-in on this machine.
+"""Plans a run of a repository on the hub, with a branch for each checkpoint, served by a fake hub on this machine.
 
     make bench NAME=plan_hub
     python tests/benchmarks/plan_hub.py [--revisions 300] [--delay-ms 50]
 
 Measures seconds and requests until every checkpoint has a name, a verdict and a digest: on a machine that has not seen
-the repository, in the next process, and with a new branch. Beside them, the hub's own file system lists the files of
-each branch, without digests. Each answer is delayed, as by a network.
+the repository, in the next process, and with a new branch. For comparison, the hub's own file system lists the files
+of each branch, without digests. Each answer is delayed, as by a network.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RUN = "acme/series"
 
 
 def serve(pipe: Connection, folder: Path, revisions: int, delay_ms: float) -> None:
-    """Runs the stand-in; answers each message with the requests since the last, after adding a branch if it says so."""
+    """Runs the fake hub; answers each message with the requests since the last, after adding a branch if it says so."""
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     weights = files["model.safetensors"]
 

@@ -1,4 +1,4 @@
-"""A model on the hub evaluated as a user types it: the real command, client, harness and engine, and a stand-in."""
+"""A model on the hub evaluated as a user types it: by the real command, client, harness and engine, from a fake hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repositories of the hub as files, read by the real client from a stand-in."""
+"""Repositories of the hub as files, read by the real client from a fake hub."""
 
 from __future__ import annotations
 
@@ -203,4 +203,6 @@ def test_offline_only_the_cache_is_read_with_the_same_hashes(
     assert storage.read_bytes("hf://acme/llama/model.safetensors", start=5, end=9) == WEIGHTS[5:9]
     with pytest.raises(BadInput, match="hf download acme/llama --revision step100"):
         storage.list_files("hf://acme/llama@step100")
+    with pytest.raises(BadInput, match="hf download acme/other"):
+        storage.list_run("hf://acme/other", belongs=lambda name: True)
     assert len(hub.requests) == requests

@@ -1,4 +1,4 @@
-"""Checkpoints on the hub, found, digested and staged by the real client from a stand-in."""
+"""Checkpoints on the hub, found, digested and staged by the real client from a fake hub."""
 
 from __future__ import annotations
 
