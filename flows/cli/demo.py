@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from flows.cli.evaluate import show_series
@@ -109,7 +109,7 @@ def checkpoints(
 def _show_checkpoints(checkpoints: Sequence[Checkpoint], left_out: Sequence[str], *, asked: Sequence[str]) -> None:
     complete = [checkpoint for checkpoint in checkpoints if checkpoint.complete]
     shared = set(checkpoints[0].notes).intersection(*(checkpoint.notes for checkpoint in checkpoints))
-    table = Table("Step", "Name", "State", "Notes")
+    table = Table("Step", "Name", "State", Column("Notes", overflow="fold"))  # commands are copied from there
     for checkpoint in checkpoints:
         made_by = checkpoint.folder and checkpoint.folder.made_by
         state = f"made while staged ({made_by.rpartition(' ')[0]})" if made_by else "complete"

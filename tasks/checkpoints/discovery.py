@@ -24,7 +24,7 @@ from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Ki
 from tasks.checkpoints.foreign import described_as
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
-from tasks.checkpoints.naming import Named, Names, counted, names_below
+from tasks.checkpoints.naming import Named, Names, counted, different_of_one, names_below
 from tasks.errors import NoCheckpoints, SeveralSeries
 from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
@@ -75,13 +75,13 @@ def find_checkpoints(
     exports = [(folder, held) for folder, held in layouts.exports if folder in names.by_folder]
     found = {folder: look(folder, held, names.by_folder[folder]) for folder, held in exports}
     models = {folder: made.folder for folder, made in found.items() if made.folder and made.complete}
-    names = counted(names, list(models), models.__getitem__)
+    names = counted(names, {folder: folder in models for folder in found}, models.__getitem__)
     checkpoints = [_named(found[folder], own) for folder, own in names.by_folder.items() if folder in found]
     if "levanter" not in kinds:
         natives = ((folder, held) for folder, held in layouts.native.items() if folder in names.by_folder)
         checkpoints += [_not_served(folder, held, names.by_folder[folder]) for folder, held in natives]
         layouts = layouts._replace(native={})
-    for text in names.notes:
+    for text in (*names.notes, *different_of_one(path, names, models)):
         note(text)
     exported = {(made.run, made.step) for made in checkpoints if made.complete and made.label is None}
     candidates = [folder for folder, _ in layouts.exports]

@@ -25,7 +25,7 @@ from resources.errors import StorageError
 from resources.storage import storage
 from resources.storage.listings import FileInfo
 from tasks.checkpoints.foreign import how_exported, is_foreign
-from tasks.spec.steps import step_of
+from tasks.spec.steps import is_export, step_of
 
 _MARKS = {"STABLE": "prime-rl", ".complete": "miles"}
 _BROADCASTS = "broadcasts"
@@ -55,7 +55,7 @@ class Marks:
             return ()
         place, name = storage.parent(folder), storage.basename(folder)
         step = step_of(name)
-        if step is None and name == "hf":
+        if step is None and is_export(name):
             return self._after_latest(place)
         names = {storage.basename(file.uri) for file in files}
         missing = [
@@ -88,7 +88,7 @@ def marks_in(folders: Folders) -> Marks:
         place, _, name = folder.rpartition("/")
         step = step_of(name)
         if step is None:
-            if name == "hf":
+            if is_export(name):
                 iterations.update(_place_of_iterations(place))
             continue
         iterations.update(_place_of_iterations(folder))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from pools.weights.model_files import ModelFolder, digest_model_folder, read_json
+from resources.errors import AssayError
 from resources.storage import storage
 from resources.storage.listings import FileInfo
 from tasks.spec.labels import slug_of
@@ -27,8 +28,8 @@ _WORDS = frozenset({"best", "final", "last", "latest", "merged", "out", "output"
 
 @dataclass(frozen=True)
 class Named:
-    """The name of a checkpoint in its run. `order` is that among the exports of its step, `root` the part of its path
-    by which they are of the same; `by_path` is False if the step is from its trainer's state."""
+    """The name of a checkpoint in its run. Exports of a step have the same `root`, and count by `order`. Without a step
+    in its path, `by_path` is False, and `root` is its label, also if a trainer's state gives it a step."""
 
     run: str
     step: int = 0
@@ -58,44 +59,37 @@ def names_below(path: str, exports: Files, others: Iterable[str] = (), *, steps_
     Args:
         exports: folders in Hugging Face layout, which determine the series.
         others: folders of native checkpoints and training states.
-        steps_from: an expression for steps, see `tasks.spec.steps`; folders with another step only are left out.
+        steps_from: an expression for steps, see `tasks.spec.steps`. Folders that it does not match are left out if the
+            usual words give them a step.
     """
-    notes: list[str] = []
     every = {folder: _below(path, folder) for folder in (*exports, *others)}
     reasons = {folder: why for folder, parts in every.items() if (why := left_out_because(parts)) is not None}
-    if any(folder not in reasons for folder in exports):
-        notes += [f"left out {folder}: {why}" for folder, why in reasons.items()]
-        every = {folder: parts for folder, parts in every.items() if folder not in reasons}
-    if len(every) > 1 and (() in every.values()):  # configs and tokenizers lie in a run's folder, too
+    reasons = reasons if any(folder not in reasons for folder in exports) else {}
+    if len(every) > 1:  # configs and tokenizers lie in a run's folder, too
         every = {folder: parts for folder, parts in every.items() if parts or _has_weights(exports.get(folder, ()))}
     steps = {folder: _step_of(path, parts, steps_from) for folder, parts in every.items()}
     if steps_from is not None:
-        others_by_word = [f for f, parts in every.items() if steps[f] is None and _step_of(path, parts, None)]
-        notes += [f"left out {folder}: no match for --steps-from '{steps_from}'" for folder in others_by_word]
-        every = {folder: parts for folder, parts in every.items() if folder not in others_by_word}
+        by_words = (folder for folder, parts in every.items() if not steps[folder] and _step_of(path, parts, None))
+        reasons |= dict.fromkeys(by_words, f"no match for --steps-from '{steps_from}'")
+    every = {folder: parts for folder, parts in every.items() if folder not in reasons}
     keys = {folder: _key(parts, steps[folder]) for folder, parts in every.items()}
     of_series = sorted({keys[folder] for folder in exports if folder in keys and steps[folder] is not None})
-    several = len(of_series) > 1
     shared = len(list(takewhile(lambda part: len(set(part)) == 1, zip(*of_series, strict=False))))
-    series = {key: slug_of("-".join(key[shared:])) if several and key[shared:] else "" for key in of_series}
+    series = {key: slug_of("-".join(key[shared:])) for key in of_series if len(of_series) > 1 and key[shared:]}
     run = name_of(path)[0]
     named: dict[str, Named] = {}
     for folder, parts in every.items():
-        key, stepped = keys[folder], steps[folder]
-        own = series.get(key, "")
-        common = Named(f"{run}-{own}" if own else run, series=own, root="/".join(parts))
+        own, stepped = series.get(keys[folder], ""), steps[folder]
+        common = Named(f"{run}-{own}" if own else run, series=own)
         if stepped is not None:
-            order = rank_of(parts, stepped.at) if stepped.at >= 0 else rank_of(("", *parts), 0)
-            named[folder] = replace(
-                common, step=stepped.step, order=order, root="/".join((*parts[: max(stepped.at, 0)], stepped.root))
-            )
-        elif (label := _label(parts)) is None and len(every) == 1:
+            root = "/".join((*parts[: max(stepped.at, 0)], stepped.root))
+            named[folder] = replace(common, step=stepped.step, order=rank_of(parts, stepped.at), root=root)
+        elif (label := _label(parts, keys[folder], of_series)) is None and len(every) == 1:
             named[folder] = replace(common, alone=True)
         else:
-            held = None if steps_from is not None or folder not in exports else _state_step(exports[folder])
-            inside = () if key in of_series or not key else key
-            label = " ".join((*inside, label or _FINAL))
-            named[folder] = replace(common, step=held or 0, label=None if held else label, by_path=False)
+            label, held = label or _FINAL, 0 if steps_from is not None else _state_step(exports.get(folder, ()))
+            named[folder] = replace(common, step=held, label=None if held else label, root=label, by_path=False)
+    notes = [f"left out {folder}: {why}" for folder, why in reasons.items()]
     return Names(named, (*notes, *_hints(path, named, steps_from)))
 
 
@@ -108,14 +102,13 @@ def _below(path: str, folder: str) -> tuple[str, ...]:
 
 
 def _step_of(path: str, parts: Sequence[str], steps_from: str | None) -> Stepped | None:
-    place = parts_of(path)
-    if stepped := step_in(parts, above=place[-1] if place else "", steps_from=steps_from):
+    if stepped := step_in(parts, above=storage.basename(path.rstrip("/")), steps_from=steps_from):
         return stepped
-    _, name, step = name_of(path)
+    run, name, step = name_of(path)
     if steps_from is not None:
-        stepped = step_in(place[-1:], steps_from=steps_from)
+        stepped = step_in(parts_of(path)[-1:], steps_from=steps_from)
         return stepped and stepped._replace(at=-1)
-    return Stepped(-1, step, "", "") if name != name_of(path)[0] else None
+    return Stepped(-1, step, "", "") if name != run else None
 
 
 def _key(parts: Sequence[str], stepped: Stepped | None) -> tuple[str, ...]:
@@ -126,21 +119,33 @@ def _key(parts: Sequence[str], stepped: Stepped | None) -> tuple[str, ...]:
     return tuple(filter(None, (*before, stepped.series, *inside)))
 
 
-def _label(parts: Sequence[str]) -> str | None:
+def _label(parts: Sequence[str], key: tuple[str, ...], of_series: Sequence[tuple[str, ...]]) -> str | None:
     named = list(parts)
     while named and (is_place(named[-1]) or is_export(named[-1])) and (len(named) > 1 or "merged" not in named[-1]):
         named.pop()
-    return label_of(named[-1]) if named else None
+    return " ".join((*(key if key not in of_series else ()), label_of(named[-1]))) if named else None
 
 
-def _state_step(files: Sequence[FileInfo]) -> int | None:
+def _state_step(files: Sequence[FileInfo]) -> int:
     for file in files:
         key = _STATES.get(storage.basename(file.uri))
         if key is not None and file.size <= _LARGEST_STATE_BYTES:
             step = read_json(file, []).get(key)
             if isinstance(step, int) and 0 < step < 10**18:
                 return step
-    return None
+    return 0
+
+
+def different_of_one(path: str, names: Names, complete: Iterable[str]) -> list[str]:
+    """Returns a sentence for each name that different complete checkpoints below a path have."""
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for folder in complete:
+        if folder in names.by_folder:
+            by_name[names.by_folder[folder].name].append(folder)
+    alike = {name: folders for name, folders in by_name.items() if len(folders) > 1}
+    return [
+        f"{' and '.join(of)} are different checkpoints called {name}: {way_out(path, of)}" for name, of in alike.items()
+    ]
 
 
 def way_out(path: str, folders: Sequence[str]) -> str:
@@ -184,14 +189,14 @@ def _suggested(folders: Sequence[str]) -> str:
     return r"step(\d+)-tokens"
 
 
-def counted(names: Names, complete: Sequence[str], model_of: Callable[[str], ModelFolder]) -> Names:
-    """Returns the names of the checkpoints that count. Of several complete exports of a step one counts, the first in
-    the order of `EXPORTS`; of two folders with equal digests the one with the shorter path. What has no step in its
-    path is the step whose digest it has. Different checkpoints of one step keep their common name, and are refused
-    where they are evaluated.
+def counted(names: Names, exports: Mapping[str, bool], model_of: Callable[[str], ModelFolder]) -> Names:
+    """Returns the names of the checkpoints that count. Of several exports of a step this is a complete export before
+    others, and then the first in the order of `EXPORTS`; of folders with equal digests the shortest path. A checkpoint
+    without a step in its path has the step of the checkpoint with its digest. Different checkpoints of a step keep
+    their common name, and are refused where they are evaluated.
 
     Args:
-        complete: folders with a complete checkpoint.
+        exports: folders in Hugging Face layout; True for complete checkpoints.
         model_of: reads a complete checkpoint's folder.
     """
     kept, notes = dict(names.by_folder), list(names.notes)
@@ -200,43 +205,40 @@ def counted(names: Names, complete: Sequence[str], model_of: Callable[[str], Mod
         del kept[folder]
         notes.append(f"left out {folder}: {why}")
 
-    exports: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for folder, named in names.by_folder.items():
-        exports[named.name, named.root].append(folder)
-    for folders in exports.values():
-        if len(folders) > 1 and (whole := [folder for folder in folders if folder in complete] or folders):
-            taken = min(whole, key=lambda folder: kept[folder].order)
-            for folder in folders:
-                if folder != taken:
-                    leave_out(folder, f"{taken} is an export of the same step")
-    counting: dict[tuple[str, int], list[str]] = defaultdict(list)
-    whole = [folder for folder in complete if folder in kept]
+    of_step: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for folder in filter(kept.__contains__, exports):
+        of_step[kept[folder].name, kept[folder].root].append(folder)
+    for folders in of_step.values():
+        taken = min(folders, key=lambda folder: (not exports[folder], kept[folder].order, folder))
+        for folder in set(folders) - {taken}:
+            leave_out(folder, f"{taken} is an export of the same step")
+    whole = [folder for folder, complete in exports.items() if complete and folder in kept]
+    counting: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for folder in sorted(whole, key=lambda folder: (not kept[folder].by_path, len(folder), folder)):
         named = kept[folder]
-        if named.by_path:
-            rivals = counting[named.run, named.step] if not named.alone else []
-        else:
-            of_run = sorted((each for each in counting if each[0] == named.run or not named.series), reverse=True)
-            rivals = [other for counted in of_run for other in counting[counted]]
-        same = next((other for other in rivals if _same(model_of(folder), model_of(other))), None)
-        if same is not None:
+        of_run = [counting[named.run]] if named.series else [*counting.values()]
+        rivals = [counting[named.run][named.name]] if named.by_path else [each for of in of_run for each in of.values()]
+        others = [other for each in reversed(rivals) for other in each]
+        if (same := next((other for other in others if _same(model_of(folder), model_of(other))), None)) is not None:
             leave_out(folder, f"its content is that of {same}")
             continue
-        if not named.by_path and named.label is None and counting[named.run, named.step]:
-            kept[folder] = named = replace(named, step=0, label=_label(_parts_of_root(named)) or _FINAL)
-        counting[named.run, named.step if named.label is None else -1].append(folder)
+        if not named.by_path and named.label is None and counting[named.run][named.name]:
+            kept[folder] = named = replace(named, step=0, label=named.root)
+        counting[named.run][named.name].append(folder)
+    for folder, complete in exports.items():
+        if folder in kept and not complete and (by_name := counting[kept[folder].run][kept[folder].name]):
+            leave_out(folder, f"it is incomplete, and {by_name[0]} has the same step")
     return Names(kept, tuple(notes))
 
 
-def _parts_of_root(named: Named) -> list[str]:
-    return [part for part in named.root.split("/") if part]
-
-
 def _same(model: ModelFolder, other: ModelFolder) -> bool:
-    pairs = [(model.files[name], other.files.get(name)) for name in model.weight_files]
-    if model.weight_files != other.weight_files or not all(map(_may_be_equal, pairs)):
+    pairs = [(model.files[name], other.files.get(name)) for name in model.weight_files if name in model.files]
+    try:
+        if model.weight_files != other.weight_files or not all(map(_may_be_equal, pairs)):
+            return False
+        return digest_model_folder(model).checkpoint == digest_model_folder(other).checkpoint
+    except (FileNotFoundError, AssayError):  # a folder that changes, or is being removed
         return False
-    return digest_model_folder(model).checkpoint == digest_model_folder(other).checkpoint
 
 
 def _may_be_equal(pair: tuple[FileInfo, FileInfo | None]) -> bool:

@@ -223,7 +223,7 @@ def _judged(
     verdicts |= _verdicts(listed, verdicts)
     verdicts |= {state: (*verdicts[state], *missing) for state, missing in unmarked.items()}
     by_folder = {without_options(each.uri): each for each in listed}
-    complete = [folder for folder, each in by_folder.items() if not verdicts[each.state]]
+    complete = {folder: not verdicts[each.state] for folder, each in by_folder.items()}
     names = counted(names, complete, lambda folder: by_folder[folder].model())
     checkpoints = [
         SeenCheckpoint(
@@ -241,7 +241,8 @@ def _judged(
         for each in listed
         if (own := names.by_folder.get(without_options(each.uri))) is not None
     ]
-    kept = [own for folder in complete if (own := names.by_folder.get(folder)) is not None]
+    whole = [folder for folder, is_complete in complete.items() if is_complete]
+    kept = [own for folder in whole if (own := names.by_folder.get(folder)) is not None]
     exported = {(own.run, own.step) for own in kept if own.label is None}
     candidates = [folder for folder, _ in layouts.exports]
     for other, held in not_exported(layouts, names, candidates, exported, reference=reference, options=options):

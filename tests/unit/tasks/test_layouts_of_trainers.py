@@ -152,7 +152,9 @@ ROWS: dict[str, Row] = {
     "41 labels": Row(
         {"checkpoint-100": WHOLE, "checkpoint-best": "whole 100", "last": OTHER, "final": THIRD}, "100 last final"
     ),
-    "42 two of a step": Row({"step-100": WHOLE, "checkpoint-100": OTHER}, "100 100"),
+    "42 two of a step": Row(
+        {"step-100": WHOLE, "checkpoint-100": OTHER}, "100 100", notes=("different checkpoints called my-run-100",)
+    ),
     "43 padded": Row(
         {"step-100": WHOLE, "step-000100": WHOLE}, "100", notes=("step-000100: its content is that of {run}/step-100",)
     ),
