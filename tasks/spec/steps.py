@@ -125,9 +125,8 @@ def names_series(component: str) -> bool:
 
 
 def rank_of(parts: Sequence[str], at: int) -> tuple[int, str]:
-    """Returns the order of an export among those of its step: by the innermost of its words, in the order of EXPORTS,
-    then the folder of the step itself. `at`: the index of the part that names the step, -1 for a part
-    above them."""
+    """Returns the order of an export among those of its step: by the first of EXPORTS among its folders and suffixes;
+    last the folder of the step itself. `at`: the index of the part with the step, -1 if it is above them all."""
     words = [*parts[at + 1 :][::-1], *(word for word in EXPORTS if at >= 0 and parts[at].endswith(word))]
     return min((EXPORTS.index(word) for word in words if word in EXPORTS), default=len(EXPORTS)), "/".join(parts)
 
