@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
 RecordStatus = Literal["succeeded", "failed", "infra_failed", "withheld", "gone"]
-"""Outcome of an evaluation of a cell; model or benchmark cause `failed`, Assay or the machines cause `infra_failed`,
-someone who removes the checkpoint's folder `gone`, which is no failure."""
+"""Outcome of an evaluation of a cell; model or benchmark cause `failed`, Assay or the machines cause `infra_failed`.
+`gone`: the checkpoint was removed before its evaluation, which is no failure."""
 _SHOWN_NAMES = 20
 _PACKAGES = ("flows", "tasks", "pools", "resources")
 

@@ -128,11 +128,11 @@ def _meant_by(name: str, checkpoints: Sequence[CheckpointReference]) -> list[Che
         return [checkpoint for checkpoint in checkpoints if _is_made_so(checkpoint, merge, inputs)]
     run, _, place = name.rpartition("@")
     step = step_of(f"step-{place}")
-    there, location = (run, folder_of(step or 0, place if step is None else None)), as_named(name)
+    named, location = (run, folder_of(step or 0, place if step is None else None)), as_named(name)
     return [
         each
         for each in checkpoints
-        if each.name == name or each.uri == location or (not each.merge and (each.run, each.folder) == there)
+        if each.name == name or each.uri == location or (not each.merge and (each.run, each.folder) == named)
     ]
 
 

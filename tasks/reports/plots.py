@@ -53,7 +53,7 @@ _ALERTS = {"open": (_BAD, 2.2), "acknowledged": (_MUTED, 1.5)}
 @dataclass(frozen=True)
 class Point:
     """A checkpoint on a curve; without a finite value it is a gap, marked with a symbol for its status. With a label it
-    has no step: it stands behind the axis, on no line."""
+    has no step: it is behind the axis, on no line."""
 
     step: int
     value: float | None

@@ -1,4 +1,4 @@
-"""Places of checkpoints in a run: a training step, or a label for a checkpoint without one, such as `best`."""
+"""Places of checkpoints in a run: a training step, or a label such as `best` where no step is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of checkpoints that had another name by the former rule: found again by their digests, and copied."""
+"""Records of checkpoints that had another name by the former rule: recognized by their digests, and copied."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def test_record_under_a_former_name_is_copied_to_the_place_of_its_checkpoint(
     before = Path(old, "record.json").read_bytes()
 
     again = {each.reference.name: each for each in planned(run, output)}
-    found = again[cell.reference.name].record
-    assert found is not None and found.checkpoint == cell.reference
-    assert not again[other.reference.name].done and read_record(cell.uri) == found
+    copied = again[cell.reference.name].record
+    assert copied is not None and copied.checkpoint == cell.reference
+    assert not again[other.reference.name].done and read_record(cell.uri) == copied
     assert Path(old, "record.json").read_bytes() == before, "names in records stay"
-    assert verified(FoundRecord(cell.uri, found)).findings == ()
+    assert verified(FoundRecord(cell.uri, copied)).findings == ()
     assert cell.reference.name in indexed_records(str(output / "my-run")).done
     [[item]] = records_of_checkpoints([cell.reference.name], evaluation_path=str(output))
     assert item.cell_uri == cell.uri

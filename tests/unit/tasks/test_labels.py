@@ -94,8 +94,8 @@ def test_records_of_labels_are_listed_indexed_and_found_by_label_and_name(tmp_pa
     ]  # fmt: skip
     assert {"run-a-best", "run-a-epoch-2"} <= indexed_records(str(tmp_path / "run-a")).done.keys()
     texts = ["run-a@best", "run-a-best", "run-a@epoch 2", "run-a@epoch-2", "run-a@200"]
-    found = records_of_checkpoints(texts, evaluation_path=str(tmp_path))
-    assert [item.record.checkpoint.name for [item] in found] == [
+    entries = records_of_checkpoints(texts, evaluation_path=str(tmp_path))
+    assert [item.record.checkpoint.name for [item] in entries] == [
         "run-a-best", "run-a-best", "run-a-epoch-2", "run-a-epoch-2", "run-a-200",
     ]  # fmt: skip
     for text in ("run-a@0", "run-a@", "run-a@worst"):
