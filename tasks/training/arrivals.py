@@ -22,6 +22,7 @@ from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.scheduler import stage_tokenizers
 from tasks.running.serving import Serving
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.labels import order_of
 from tasks.spec.names import how_many
 from tasks.training.job import SILENCE_SECONDS
 
@@ -73,7 +74,7 @@ class ArrivingCheckpoints:
             arrived = [checkpoint for checkpoint in arrived if checkpoint.step in taken]
         if last and (newest := max(self._complete, default=-1)) in self._left_out:
             arrived.append(self._left_out.pop(newest))
-        return sorted(arrived, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
+        return sorted(arrived, key=lambda each: (order_of(each.step, each.label), each.modified, each.uri))
 
     def forget(self, uris: Iterable[str]) -> None:
         """Makes `find_new` return some checkpoints again, for example after a failure."""

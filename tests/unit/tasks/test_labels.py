@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -13,13 +14,19 @@ from rich.console import Console
 
 from fakes.alerts import DROP, STEADY, run_of
 from fakes.cli import invoke
-from fakes.policies import seen_checkpoint, wanted_evaluation
+from fakes.gates import judged_in_a_pass
+from fakes.models import write_checkpoint, write_run
+from fakes.policies import record_for, seen_checkpoint, wanted_evaluation, write_policy
 from fakes.records import labelled, make_metric, make_record, make_samples, merged_record, publish, renamed
+from flows.reconcile import load_policy
+from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import BadInput
 from tasks.checkpoints.checkpoint import CheckpointRule
 from tasks.checkpoints.merged_listing import with_means
+from tasks.policies.events import CompleteCheckpoint
 from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import RunListing, reconcile
+from tasks.policies.snapshot import take_snapshot
 from tasks.records.builds import build_changes
 from tasks.records.details import MergedInput
 from tasks.records.export import measured_rows
@@ -301,3 +308,30 @@ def test_labels_of_two_runs_of_the_same_name_stay_with_their_run():
     results = Results([*of("first"), *of("second")])
     assert results.runs == ["run-a (first/run-a)", "run-a (second/run-a)"]
     assert [checkpoint.short_place for checkpoint in results.checkpoints] == ["100", "best", "final"] * 2
+
+
+@pytest.mark.parametrize(("judges", "expected"), [("every", ["run-100 GO", "run-best GO"]), ("latest", ["run-100 GO"])])
+def test_own_gate_of_a_policy_keeps_a_verdict_on_a_label_and_judges_it_once(
+    tmp_path: Path, judges: str, expected: list[str]
+):
+    write_checkpoint(write_run(tmp_path / "run", [100]) / "checkpoint-best", seed=3)
+    rule = {"benchmark": "demo_facts", "metric": "acc", "at_least": 0.4}
+    policy = write_policy(tmp_path, gate={"name": "release", "checkpoints": judges, "rules": [rule]})
+    publish(tmp_path / "out", record_for(policy, 100))
+    [listing] = take_snapshot(load_policy(str(policy)))
+    [seen] = [each for each in listing.checkpoints if each.label == "best"]
+    record = labelled("best", run="run", evaluation_hash=listing.evaluations[0].hash)
+    changes = {"listing": seen.listing, "digest": digest_model_folder(inspect_model_folder(seen.uri)).checkpoint}
+    record = record.model_copy(update={"checkpoint": record.checkpoint.model_copy(update=changes)})
+    publish(tmp_path / "out", renamed(record))
+    assert judged_in_a_pass(str(policy)) == expected
+    assert judged_in_a_pass(str(policy)) == []
+    names = [file.name.partition(".")[0] for file in sorted((tmp_path / "out" / "run" / "gates").rglob("*.json"))]
+    assert names == [["label-best", "step-100"], ["step-100"]][judges == "latest"]
+    row = json.loads(invoke(["status", policy, "--json"]).stdout)["runs"][0]["checkpoints"][-1]
+    assert (row["checkpoint"], row["step"], row["label"]) == ("run-best", None, "best")
+
+
+def test_event_of_a_label_has_no_step():
+    labels = CompleteCheckpoint("/runs/run/best", "run", "run-best", 0, label="best").labels()
+    assert labels["assay.label"] == "best" and "assay.step" not in labels
