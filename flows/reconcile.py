@@ -203,9 +203,9 @@ def _as_it_is(cell: OpenCell, errors: list[AssayError]) -> Checkpoint | None:
         return None
     except BadInput:
         return None
-    found = next((seen for seen in listed if seen.uri == _place(cell) and seen.complete), None)
+    complete = next((seen for seen in listed if seen.uri == _place(cell) and seen.complete), None)
     seen = cell.checkpoint  # which the listing of its run has named
-    return found and replace(found, run=cell.run, name=seen.name, step=seen.step, label=seen.label)
+    return complete and replace(complete, run=cell.run, name=seen.name, step=seen.step, label=seen.label)
 
 
 def _concluded(state: Reconciliation, cells: Sequence[Cell], errors: Sequence[AssayError], *, since: datetime) -> Pass:

@@ -24,7 +24,7 @@ from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Ki
 from tasks.checkpoints.foreign import described_as
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
-from tasks.checkpoints.naming import Named, Names, counted, different_of_one, names_below
+from tasks.checkpoints.naming import Named, Names, counted, names_below, not_alike
 from tasks.errors import NoCheckpoints, SeveralSeries
 from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
@@ -73,15 +73,15 @@ def find_checkpoints(
     names = names_of(path, layouts, steps_from=steps_from)
     look = partial(_huggingface, options=options, marks=layouts.marks, files_in=KnownFiles(path, files))
     exports = [(folder, held) for folder, held in layouts.exports if folder in names.by_folder]
-    found = {folder: look(folder, held, names.by_folder[folder]) for folder, held in exports}
-    models = {folder: made.folder for folder, made in found.items() if made.folder and made.complete}
-    names = counted(names, {folder: folder in models for folder in found}, models.__getitem__)
-    checkpoints = [_named(found[folder], own) for folder, own in names.by_folder.items() if folder in found]
+    looked_at = {folder: look(folder, held, names.by_folder[folder]) for folder, held in exports}
+    models = {folder: made.folder for folder, made in looked_at.items() if made.folder and made.complete}
+    names = counted(names, {folder: folder in models for folder in looked_at}, models.__getitem__)
+    checkpoints = [_named(looked_at[folder], own) for folder, own in names.by_folder.items() if folder in looked_at]
     if "levanter" not in kinds:
         natives = ((folder, held) for folder, held in layouts.native.items() if folder in names.by_folder)
         checkpoints += [_not_served(folder, held, names.by_folder[folder]) for folder, held in natives]
         layouts = layouts._replace(native={})
-    for text in (*names.notes, *different_of_one(path, names, models)):
+    for text in (*names.notes, *not_alike(path, names, models)):
         note(text)
     exported = {(made.run, made.step) for made in checkpoints if made.complete and made.label is None}
     candidates = [folder for folder, _ in layouts.exports]
@@ -264,10 +264,10 @@ def discover(
     deadline = clock() + selection.wait_for_incomplete_seconds
     while True:
         notes: list[str] = []
-        found = find_checkpoints(
+        listed = find_checkpoints(
             path, kinds=kinds, reference=reference, steps_from=selection.steps_from, note=notes.append
         )
-        checkpoints = in_series(found, selection.series, path)
+        checkpoints = in_series(listed, selection.series, path)
         incomplete = [checkpoint for checkpoint in checkpoints if not checkpoint.complete]
         waiting_helps = any(checkpoint.kind in kinds and not _lacks_tokenizer(checkpoint) for checkpoint in incomplete)
         if not waiting_helps or clock() >= deadline:

@@ -1,4 +1,4 @@
-"""Names of the checkpoints below a folder: run, series, step or label; and those that count among equal names."""
+"""Names of the checkpoints below a folder: run, series, and step or label. Of several with the same name some count."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _state_step(files: Sequence[FileInfo]) -> int:
     return 0
 
 
-def different_of_one(path: str, names: Names, complete: Iterable[str]) -> list[str]:
+def not_alike(path: str, names: Names, complete: Iterable[str]) -> list[str]:
     """Returns a sentence for each name that different complete checkpoints below a path have."""
     by_name: dict[str, list[str]] = defaultdict(list)
     for folder in complete:
@@ -149,7 +149,7 @@ def different_of_one(path: str, names: Names, complete: Iterable[str]) -> list[s
 
 
 def way_out(path: str, folders: Sequence[str]) -> str:
-    """Returns what to do about different checkpoints of one step below a path."""
+    """Returns what to do about different checkpoints of a step below a path."""
     first, *others = folders
     below = "/".join(_below(path, first))
     *_, number = None, *re.finditer("[0-9]+", below)
@@ -182,7 +182,7 @@ def _suggested(folders: Sequence[str]) -> str:
         return "epoch"
     texts, numbers = [re.split("[0-9]+", name) for name in names], [re.findall("[0-9]+", name) for name in names]
     if len({tuple(text) for text in texts}) == 1:
-        differing = [at for at in range(len(numbers[0])) if len({found[at] for found in numbers}) == len(names)]
+        differing = [at for at in range(len(numbers[0])) if len({of_name[at] for of_name in numbers}) == len(names)]
         if differing:
             before, after = texts[0][differing[-1]], texts[0][differing[-1] + 1]
             return re.escape(before).replace(r"\-", "-") + r"(\d+)" + re.escape(after).replace(r"\-", "-")

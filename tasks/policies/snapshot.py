@@ -43,20 +43,20 @@ def take_snapshot(
             run, reference=policy.native_reference, steps_from=policy.steps_from, evaluated=recorded[1].has
         )
         for series in sorted({each.series for each in seen}) or [""]:
-            own, wanted = f"{name}-{series}" if series else name, evaluations
+            own, named = f"{name}-{series}" if series else name, evaluations
             if series:
                 recorded = _recorded(policy, own, use_index=use_index)
-                wanted = [replace(each, config=each.config.model_copy(update={"model_name": own})) for each in wanted]
+                named = [replace(each, config=each.config.model_copy(update={"model_name": own})) for each in named]
             folder, (claims, records) = run_folder(policy, own), recorded
             listing = RunListing(
                 run=run,
                 name=own,
-                evaluations=wanted,
+                evaluations=named,
                 checkpoints=[each for each in seen if each.series == series],
                 records=records,
                 claims=claims,
                 overrides=read_overrides(folder),
-                early=early_decisions(policy, folder, wanted),
+                early=early_decisions(policy, folder, named),
             )
             listing = _with_means(listing, policy)
             if unclear := _undecided(listing):

@@ -148,10 +148,10 @@ class SelectionOptions(OptionGroup):
     step: tuple[int, ...] = ()
     """Only this training step; repeatable."""
     steps_from: str | None = None
-    r"""Where paths name the step otherwise: a regular expression with a group around it, such as 'step(\d+)-tokens'; or
-    tokens, or epoch."""
+    r"""A regular expression with a group around the step, for other paths, such as 'step(\d+)-tokens'; or tokens, or
+    epoch."""
     series: str | None = None
-    """Only this series, where several lie below the run, each with a name of its own; . is the one without a name."""
+    """Only this series, where several lie below the run, each with its own name; . for checkpoints without a series."""
     wait: float = 0.0
     """Seconds to wait for checkpoints that are being written."""
 

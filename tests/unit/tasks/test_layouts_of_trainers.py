@@ -1,4 +1,4 @@
-"""Folders as training frameworks write them: run, steps, labels and series, and what is left out, in words."""
+"""Folders as training frameworks write them: run, steps, labels, series, and words on folders that are left out."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ WHOLE, OTHER, THIRD = "whole", "whole 7", "whole 8"
 
 
 class Row(NamedTuple):
-    """What lies below the run, by folder (N: 100 and 200; a list names files); the names of its complete checkpoints
-    without the run's; words on those that are none; and words on what is left out."""
+    """The content of folders below the run (N: 100 and 200; a list names files); the names of its complete checkpoints
+    without the run's; words on incomplete checkpoints; and words on folders that are left out."""
 
     folders: Mapping[str, str | tuple[str, ...]]
     complete: str
@@ -61,7 +61,7 @@ ROWS: dict[str, Row] = {
         {"checkpoint-N": WHOLE, ".": "whole 200"}, "100 200", notes=("its content is that of {run}/checkpoint-200",)
     ),
     "4 temporary": Row({"checkpoint-100": WHOLE, "tmp-checkpoint-200": WHOLE}, "100", notes=("still writing",)),
-    "5 merged beside": Row({"checkpoint-N": WHOLE, "merged": OTHER}, "100 200 merged"),
+    "5 merged next to them": Row({"checkpoint-N": WHOLE, "merged": OTHER}, "100 200 merged"),
     "6 merged inside": Row({"checkpoint-N/merged": WHOLE, "checkpoint-N": ADAPTER}, "100 200", notes=("an export of",)),
     "7 ms-swift": Row(
         {"v0-2024/checkpoint-N": WHOLE, "v1-2025/checkpoint-N": WHOLE},
@@ -169,7 +169,7 @@ ROWS: dict[str, Row] = {
     "50 both formats": Row({"checkpoint-N": WHOLE, "checkpoint-100/pytorch_model.bin": "{}"}, "100 200"),
     "51 index and single file": Row({"checkpoint-N": "shards", "checkpoint-N/model.safetensors": "{}"}, "100 200"),
     "52 Mistral": Row({"checkpoint-N": ("consolidated.safetensors", "params.json", "tekken.json")}, "", ("Mistral",)),
-    "53 adapter beside": Row({"epoch_0": WHOLE, "epoch_0/adapter_model.safetensors": "{}"}, "epoch-0"),
+    "53 adapter next to weights": Row({"epoch_0": WHOLE, "epoch_0/adapter_model.safetensors": "{}"}, "epoch-0"),
     "54 GGUF": Row({"step-100": ("model.gguf",)}, "", ("GGUF",)),
     "54 litgpt": Row(
         {"step-00000100": ("lit_model.pth", "model_config.yaml")},
@@ -332,13 +332,13 @@ def test_expression_without_a_single_group_is_refused(tmp_path: Path, expression
 def test_expression_names_the_steps_and_leaves_other_folders_out(tmp_path: Path) -> None:
     write_layout(tmp_path / "my-run", {**ROWS["37 OLMo 2"].folders, "checkpoint-7": THIRD, "final": "whole 9"})
     notes: list[str] = []
-    found = find_checkpoints(str(tmp_path / "my-run"), steps_from="tokens", note=notes.append)
-    assert [(each.series, each.step) for each in found if each.label is None] == [
+    listed = find_checkpoints(str(tmp_path / "my-run"), steps_from="tokens", note=notes.append)
+    assert [(each.series, each.step) for each in listed if each.label is None] == [
         ("stage1", 10**9),
         ("stage2-ingredient1", 10**9),
         ("stage1", 2 * 10**9),
     ]
-    assert [each.label for each in found if each.label] == ["final"]
+    assert [each.label for each in listed if each.label] == ["final"]
     assert "checkpoint-7: no match" in notes[0]
 
 
