@@ -320,7 +320,7 @@ def discover_checkpoint(
             found=f"{len(checkpoints)}, from {checkpoints[0].name} to {checkpoints[-1].name}",
             remedy="name one of them, set discover_latest_checkpoint, or evaluate them all with evaluate_checkpoints",
         )
-    return checkpoints[-1]
+    return select(checkpoints, CheckpointSelection(which="latest"))[0]
 
 
 def with_pinned_model(config: Request) -> Request:

@@ -73,7 +73,9 @@ def names_below(path: str, exports: Files, others: Iterable[str] = (), *, steps_
         reasons |= dict.fromkeys(by_words, f"no match for --steps-from '{steps_from}'")
     every = {folder: parts for folder, parts in every.items() if folder not in reasons}
     keys = {folder: _key(parts, steps[folder]) for folder, parts in every.items()}
-    of_series = sorted({keys[folder] for folder in exports if folder in keys and steps[folder] is not None})
+    stepped_exports = [folder for folder in exports if folder in keys and steps[folder] is not None]
+    with_weights = [folder for folder in stepped_exports if _has_weights(exports[folder])]  # results lie there, too
+    of_series = sorted({keys[folder] for folder in with_weights or stepped_exports})
     shared = len(list(takewhile(lambda part: len(set(part)) == 1, zip(*of_series, strict=False))))
     series = {key: slug_of("-".join(key[shared:])) for key in of_series if len(of_series) > 1 and key[shared:]}
     run = name_of(path)[0]

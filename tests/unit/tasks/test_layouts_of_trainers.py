@@ -14,7 +14,7 @@ from fakes.cells import of_cell
 from fakes.cli import invoke
 from fakes.models import write_checkpoint, write_safetensors
 from fakes.records import make_record
-from tasks.checkpoints.discovery import discover, find_checkpoints, of_series
+from tasks.checkpoints.discovery import discover, discover_checkpoint, find_checkpoints, of_series
 from tasks.checkpoints.run_snapshot import snapshot_run
 from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import reconcile
@@ -348,3 +348,28 @@ def test_folders_without_steps_are_said_with_the_option_to_add(tmp_path: Path) -
     assert r"--steps-from 'llama-(\d+)-sft'" in result.output.replace("\n", " ")
     again = invoke(["checkpoints", tmp_path / "my-run", "--steps-from", r"llama-(\d+)-sft", "--json"])
     assert [each["step"] for each in json.loads(again.stdout)] == [100, 200]
+
+
+@pytest.mark.parametrize(
+    ("selection", "steps"),
+    [({"which": "latest"}, [200]), ({"which": "first"}, [100]), ({"every_n_steps": 150}, [200]), ({}, [100, 200, 0])],
+)
+def test_rules_by_number_take_no_label(tmp_path: Path, selection: dict[str, Any], steps: list[int]) -> None:
+    write_layout(tmp_path / "my-run", ROWS["2 final save"].folders)
+    run = str(tmp_path / "my-run")
+    taken = discover.fn(run, CheckpointSelection.model_validate(selection))
+    assert [checkpoint.step for checkpoint in taken] == steps
+    assert discover_checkpoint.fn(run, latest=True).step == 200
+
+
+def test_results_of_steps_among_checkpoints_are_no_series(tmp_path: Path) -> None:
+    write_layout(tmp_path / "my-run", {"v0-2024/checkpoint-N": WHOLE, "results/step-100": ("results.json",)})
+    names = [checkpoint.name for checkpoint in find_checkpoints(str(tmp_path / "my-run")) if checkpoint.complete]
+    assert names == ["my-run-100", "my-run-200"]
+
+
+def test_incomplete_double_of_a_step_is_not_waited_for(tmp_path: Path) -> None:
+    write_layout(tmp_path / "my-run", {"step-100": WHOLE, "checkpoint-100": DESCRIBED})
+    selection = CheckpointSelection(wait_for_incomplete_seconds=60)
+    [taken] = discover.fn(str(tmp_path / "my-run"), selection, sleep=lambda _: pytest.fail("waited"))
+    assert taken.uri.endswith("/step-100")
