@@ -8,6 +8,7 @@ checkpoint and settings, so the former place of a cell follows from the path of 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 
 from pools.weights.merges import merge_of
@@ -35,13 +36,17 @@ def former_name_of(uri: str) -> tuple[str, int]:
     return run, int(stepped[1]) if stepped else 0
 
 
-def former_record(cell_uri: str, reference: CheckpointReference, model_path: str) -> Record | None:
+def former_record(
+    cell_uri: str, reference: CheckpointReference, model_path: str, *, is_folder: Callable[[str], bool]
+) -> Record | None:
     """Returns the success of a cell under a former name of its checkpoint, copied with its samples to the cell's folder
     and renamed; None if there is none, or if it was changed since it was written.
 
-    `model_path` is the path of the evaluation: the run was named after it, or after the checkpoint.
+    `model_path` is the path of the evaluation: the run was named after it, or after the checkpoint. `is_folder` tells
+    if a folder exists; of many checkpoints it is asked about the same few.
     """
-    if merge_of(reference.uri) is not None or override_of(reference.uri) is not None:
+    new_kind = override_of(reference.uri) is not None or reference.uri.startswith("hf://")
+    if new_kind or merge_of(reference.uri) is not None:
         return None
     run, step = former_name_of(reference.uri)
     cell = cell_uri.rstrip("/").split("/")[-2:]
@@ -52,8 +57,9 @@ def former_record(cell_uri: str, reference: CheckpointReference, model_path: str
     if reference.run.startswith(f"{whole}-"):  # a series, which was the whole run before another lay next to it
         places += [(whole, reference.folder), (run, folder_of(step, None))]
     for name, folder in dict.fromkeys(places):
-        place = storage.join(storage.parent(run_uri), name, folder, *cell)
-        if place == cell_uri or (record := read_record(place)) is None:
+        outer = storage.join(storage.parent(run_uri), name, folder)
+        place = storage.join(outer, *cell)
+        if place == cell_uri or not is_folder(outer) or (record := read_record(place)) is None:
             continue
         if record.succeeded and record.checkpoint.digest == reference.digest and broken_seal(record) is None:
             with suppress(FileNotFoundError):  # its samples

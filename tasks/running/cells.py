@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from pydantic import SecretStr
@@ -141,6 +142,7 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
     """
     _check_together(configs)
     hashed: list[_Hashed] = []
+    is_folder = cache(storage.is_folder)
     for config in configs:
         _check_request(config, checkpoints)
         storage.check_writable(config.evaluation_path)
@@ -151,7 +153,7 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
     cells = []
     for checkpoint in checkpoints:
         try:
-            cells += _cells_of(checkpoint, hashed)
+            cells += _cells_of(checkpoint, hashed, is_folder)
         except CheckpointGone as gone:
             report_event(f"{checkpoint.name} is gone: {gone.found}", Notice)
     cells = _with_kept_files(cells, checkpoints)
@@ -163,15 +165,15 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
     return cells
 
 
-def _cells_of(checkpoint: Checkpoint, hashed: Iterable[_Hashed]) -> Iterator[Cell]:
+def _cells_of(checkpoint: Checkpoint, hashed: Iterable[_Hashed], is_folder: Callable[[str], bool]) -> Iterator[Cell]:
     folder = checkpoint.folder
     assert folder is not None, "only complete checkpoints become cells"
     try:
         digests = digest_model_folder(folder)
         for config, hash_, fallback in hashed:
-            cell = _cell(config, checkpoint, digests, hash_)
+            cell = _cell(config, checkpoint, digests, hash_, is_folder)
             if fallback is not None:
-                cell = replace(cell, levanter_fallback=_cell(fallback[0], checkpoint, digests, fallback[1]))
+                cell = replace(cell, levanter_fallback=_cell(fallback[0], checkpoint, digests, fallback[1], is_folder))
             yield cell
     except StorageError:
         inspect_again(folder).require_complete(planned=True)
@@ -322,7 +324,13 @@ def _name(config: EvaluationConfig, checkpoint: Checkpoint) -> str:
     return f"{config.run_name}{checkpoint.name.removeprefix(checkpoint.run)}"
 
 
-def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigests, hash_: str) -> Cell:
+def _cell(
+    config: EvaluationConfig,
+    checkpoint: Checkpoint,
+    digests: ModelDigests,
+    hash_: str,
+    is_folder: Callable[[str], bool],
+) -> Cell:
     assert checkpoint.folder is not None, "only complete checkpoints become cells"
     reference = CheckpointReference(
         uri=checkpoint.uri,
@@ -342,8 +350,12 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
     place = cell_place(reference, config.evaluator.name, evaluation_hash=hash_, shown=shown[:80])
     uri = storage.join(config.evaluation_path, place)
     record = record_to_replace(uri)
-    if record is None and (record := former_record(uri, reference, config.model_path)) is not None:
-        report_event(f"{reference.name}: its record of {', '.join(record.benchmarks)} had another name, and was copied")
+    if record is None:
+        record = former_record(uri, reference, config.model_path, is_folder=is_folder)
+        if record is not None:
+            report_event(
+                f"{reference.name}: a record of {', '.join(record.benchmarks)} had another name, and was copied"
+            )
     return Cell(config, checkpoint.folder, digests, reference, hash_, uri, record)
 
 
