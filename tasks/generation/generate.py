@@ -25,6 +25,7 @@ from pools.engine.launch import Servable, environment_name
 from pools.jobs import Restarts, placed_with, pool_environment
 from pools.pool.session import PoolSession
 from pools.settings import POOL_KEY_VARIABLE
+from pools.weights.kept import keep
 from pools.weights.model_files import digest_model_folder
 from resources.actors.actors import ActorHandle, actor_variables, create_actor
 from resources.backends.current import current_client
@@ -126,6 +127,7 @@ def _checkpoints(config: GenerationConfig) -> list[tuple[str, Checkpoint]]:
 def _target(config: GenerationConfig, plan: PromptPlan, name: str, checkpoint: Checkpoint) -> Target:
     assert checkpoint.folder is not None, "only complete checkpoints are found"
     digests = digest_model_folder(checkpoint.folder)
+    keep(checkpoint.folder, digests, wanted_by=[name])
     asked = {"parameters": config.parameters(), "prompts": {"count": plan.prompts, "digest": plan.digest}}
     origin = SharedColumns(name, digests.checkpoint, config.served_by, digest_of(asked))
     output = AnswerFolder(storage.join(storage.absolute(config.output_path), name), config.output_format)
