@@ -15,12 +15,14 @@ import pytest
 from fakes.polling import eventually
 from fakes.tokenizers import write_byte_tokenizer
 from fakes.trainers import run_trainer
+from pools.engine.launch import free_port
 from resources.settings import process_environment
 from tasks.records.record import find_records
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(600)]
 
 TRAININGS = Path(__file__).parents[1] / "fakes" / "trainings.py"
+WRITERS = Path(__file__).parents[1] / "fakes" / "torch_writers.py"
 ENGINE = ("--engine", "dtype=float32", "--engine", "kv_cache_memory_bytes=64M")
 NEAR = 2e-3
 """Nats between the engine and transformers, of answers of up to ten tokens."""
@@ -74,6 +76,18 @@ def test_run_of_a_trainer_is_evaluated_as_transformers_weighs_it(kind: str, tmp_
     weighed = evaluated(run, tmp_path / "out", *options)
     steps = {f"my-run-{step}": run / f"checkpoint-{step}" for step in (2, 4, 6)}
     assert_near_transformers(weighed, steps, tokenizer, tmp_path)
+
+
+def test_weights_that_are_made_while_staged_are_evaluated_as_transformers_weighs_them(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    run, whole = tmp_path / "my-run", tmp_path / "whole"
+    run_trainer(WRITERS, tokenizer, run, whole, str(free_port()))
+    steps = (2, 3, 5, 7)
+    found = evaluated(run, tmp_path / "out", *(option for step in steps for option in ("--step", str(step))))
+    assert_near_transformers(
+        found, {f"my-run-{step}": whole / f"checkpoint-{step}" for step in steps}, tokenizer, tmp_path
+    )
 
 
 def test_checkpoint_that_its_trainer_removes_while_it_is_evaluated_is_evaluated(
