@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fakes.stores import folder_store
 from fakes.tokenizers import write_byte_tokenizer
 from fakes.trainers import run_trainer
 from pools.engine.launch import free_port
@@ -60,7 +61,18 @@ def test_made_tensors_are_those_of_the_model_bit_by_bit(
     assert (folder.problems, folder.made_by) == ((), recipe)
     with staging.stage(str(run), digest_model_folder(folder)) as staged:
         assert inspect_staged_folder(staged.path).made_by is None
-        assert contents(staged.path) == {**contents(whole)}
+        assert contents(staged.path) == contents(whole)
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_made_tensors_of_a_store_are_those_of_the_folder(
+    step: int, written: tuple[Path, Path], staging: Staging, tmp_path: Path
+) -> None:
+    run, whole = (folder / f"checkpoint-{step}" for folder in written)
+    with folder_store(tmp_path / "reads"):
+        folder = inspect_model_folder(f"store:/{run}")
+        with staging.stage(folder.uri, digest_model_folder(folder)) as staged:
+            assert contents(staged.path) == contents(whole)
 
 
 class _Hostile:
