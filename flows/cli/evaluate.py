@@ -73,7 +73,8 @@ def evaluate(
     suite, request, configs = _requested(options, engines, config, selection.series)
     if deciding.finish:
         steps = undecided_steps(configs[0].evaluation_path, configs[0].run_name)
-        selection = CheckpointSelection(steps=selection.steps or steps)
+        changed = {"which": "all", "steps": selection.steps or steps, "every_n_steps": None}
+        selection = selection.model_copy(update=changed)
     try:
         if dry_run:
             _show_plan(configs, selection, egress_usd=egress_usd if sending.on_work_pool else None, as_json=as_json)

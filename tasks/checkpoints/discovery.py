@@ -292,7 +292,7 @@ def in_series(checkpoints: Sequence[Checkpoint], series: str | None, path: str) 
         raise SeveralSeries(
             expected=f"checkpoints of a single series below {path}",
             found=f"{len(names)} series: {', '.join(names)}",
-            remedy=f"evaluate each by itself: {' or '.join(f'--series {name}' for name in names)}",
+            remedy=f"evaluate each by itself (series): {' or '.join(f'--series {name}' for name in names)}",
         )
     if series is not None and series not in names and merge_of(path) is None:
         raise NoCheckpoints(
