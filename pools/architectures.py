@@ -32,11 +32,17 @@ def why_not_served(config: Mapping[str, Any]) -> str | None:
     own_code = config.get("auto_map")
     if isinstance(own_code, dict) and any(name in own_code for name in _OWN_CODE):
         return None
-    if any(name in kinds[kind] for kinds in listed().values() for kind in kinds for name in names):
+    if is_listed(config):
         return None
     named = ", ".join(ascii(name)[1:-1] for name in names)
     versions = ", ".join(listed())
     return f"config.json names {named or 'no architecture'}, which vLLM {versions} does not list as able to write text"
+
+
+def is_listed(config: Mapping[str, Any]) -> bool:
+    """Returns True if an engine has code of its own for a config's architectures."""
+    names = _architectures(config)
+    return any(name in kinds[kind] for kinds in listed().values() for kind in kinds for name in names)
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:

@@ -138,6 +138,11 @@ class ModelConfig(Config):
             raise ValueError(f"expected names VLLM_* of settings that can change an answer, found {', '.join(refused)}")
         return variables
 
+    @property
+    def trusts_code(self) -> bool:
+        """True if code of the checkpoint may run."""
+        return bool(self.engine_kwargs.get("trust_remote_code"))
+
     def unnamed_inputs(self) -> dict[str, Any]:
         """Returns the other inputs that can change an answer: engine variables, and files in them or in arguments.
 

@@ -20,6 +20,7 @@ from pools.pool.access import places
 from pools.pool.kept import KeptPool, KeptPoolState, access_to, job_of, keep_up, list_kept, take_down
 from pools.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE
 from pools.weights.model_files import digest_model_folder
+from pools.weights.own_code import require_code_allowed
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
@@ -140,6 +141,7 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
     assert path is not None
     model = config.model.model_copy(update={"path": None})  # users may add others
     complete = checkpoints_to_serve(path)
+    require_code_allowed((each.folder for each in complete if each.folder), allowed=model.trusts_code)
     checkpoints = [
         Servable.from_folder(checkpoint.named_in(run_name), checkpoint.folder, digest_model_folder(checkpoint.folder))
         for checkpoint in complete

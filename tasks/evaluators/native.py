@@ -31,6 +31,7 @@ from pydantic import Field, ValidationError
 
 from pools.endpoint import LocalCheckpoint
 from pools.weights.model_files import ModelDigests
+from pools.weights.overrides import override_of
 from pools.weights.staging import Staging
 from resources.config import Config
 from resources.environments.environments import ensure_environment
@@ -237,6 +238,9 @@ def evaluate_there(evaluations: Sequence[NativeEvaluation], program: NativeProgr
 def _staged(staged: Staging, evaluation: NativeEvaluation) -> Iterator[NativeEvaluation]:
     checkpoint = evaluation.checkpoint
     if checkpoint.kind != "huggingface":
+        if (reference := checkpoint.tokenizer) and override_of(reference):
+            small = str(staged.stage_small_files(reference, evaluation.digests))
+            evaluation = replace(evaluation, checkpoint=replace(checkpoint, tokenizer=small))
         yield evaluation
         return
     with staged.stage(checkpoint.uri, evaluation.digests) as folder:

@@ -27,6 +27,7 @@ from pools.pool.session import PoolSession
 from pools.settings import POOL_KEY_VARIABLE
 from pools.weights.kept import keep
 from pools.weights.model_files import digest_model_folder
+from pools.weights.own_code import require_code_allowed
 from resources.actors.actors import ActorHandle, actor_variables, create_actor
 from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
@@ -118,6 +119,8 @@ def _as_served(config: GenerationConfig) -> GenerationConfig:
 def _checkpoints(config: GenerationConfig) -> list[tuple[str, Checkpoint]]:
     if config.model_path is not None:
         checkpoints = discover(config.model_path, config.selection)
+        if (pool := config.pool_config) is not None:
+            require_code_allowed((each.folder for each in checkpoints if each.folder), allowed=pool.model.trusts_code)
         return [(each.named_in(config.run_name), each) for each in checkpoints]
     assert config.pool_name is not None
     kept = access_of(config.pool_name, config.pool_key_block).checkpoints

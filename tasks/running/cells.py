@@ -19,6 +19,7 @@ from pools.weights.kept import keep
 from pools.weights.layouts import inspect_again
 from pools.weights.merges import locations_of
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
+from pools.weights.own_code import require_code_allowed
 from resources.backends.current import current_client
 from resources.environments.environments import ensure_environment
 from resources.errors import AssayError, BadInput, CheckpointGone, StorageError
@@ -256,6 +257,8 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
         )
     places = [getattr(sink, name, None) for sink in config.sinks for name in ("url", "path", "folder")]
     _check_resources(config, checkpoints)
+    if config.pool_config is not None:
+        require_code_allowed((each.folder for each in checkpoints if each.folder), allowed=config.trusts_code)
     paths = [config.evaluation_path, config.model_path, *filter(None, [config.benchmarks_path, *places])]
     for path in filter(None, (*paths, config.native_reference, *(checkpoint.uri for checkpoint in checkpoints))):
         if encodable(path) != path:

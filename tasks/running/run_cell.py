@@ -219,7 +219,7 @@ def _evaluate_natively(attempt: Attempt, harness: Harness, output: Path) -> Pars
             cell.reference.name,
             with_each_location(cell.folder.uri, storage.absolute),
             cell.folder.kind,
-            storage.absolute(reference.uri) if reference else None,
+            with_each_location(reference.uri, storage.absolute) if reference else None,
         ),
         cell.digests,
         storage.absolute(storage.join(cell.uri, attempt.name)),

@@ -361,6 +361,11 @@ class EvaluationConfig(Request):
         return self.base_url.rstrip("/") + name
 
     @property
+    def trusts_code(self) -> bool:
+        """True if engine and harness may run code of the checkpoint, such as that of its tokenizer."""
+        return self.pool_config is not None and self.pool_config.model.trusts_code
+
+    @property
     def native(self) -> bool:
         """True if the evaluator loads the checkpoint itself, without a server."""
         return isinstance(self.evaluator, NativeOptions)

@@ -171,6 +171,7 @@ def _job(model: RunningModel, config: EvaluationConfig, output: Path, _: object)
         "model": model.model,
         "base_url": model.base_url.rstrip("/"),
         "tokenizer": model.tokenizer,
+        "trust_remote_code": config.trusts_code,
         "apply_chat_template": model.apply_chat_template,
         "prompt_logprobs": model.prompt_logprobs,
         **model.scoring.model_dump(),

@@ -121,6 +121,7 @@ def _job(model: RunningModel, config: EvaluationConfig, output: Path, _: object)
             "base_url": f"{model.base_url.rstrip('/')}/{options.endpoint.replace('_', '/')}",
             "tokenizer_backend": "huggingface",
             "tokenizer": model.tokenizer,
+            "trust_remote_code": config.trusts_code,
             # Prompts travel as token ids: as text, an engine puts a BOS in front that the harness did not count,
             # so the log-probabilities it sums are off by a token; and chat templates need it.
             "tokenized_requests": True,

@@ -72,7 +72,7 @@ def no_chat_template(place: str) -> Refused:
     return Refused(
         expected="a tokenizer with a chat template, since apply_chat_template is set",
         found=f"chat asked of a model without a template: none in {place}",
-        remedy="Add a chat template to the checkpoint, or set apply_chat_template to false",
+        remedy="Name a file with it by --chat-template, or set apply_chat_template to false",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from fakes.models import write_checkpoint
+from fakes.models import CONFIG, write_checkpoint
 from fakes.stores import folder_store
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.merges import with_options
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
+from pools.weights.own_code import require_code_allowed
 from pools.weights.staging import Staging
-from resources.errors import CheckpointChanged
+from resources.errors import BadInput, CheckpointChanged
 
 PARTS = ("tokenizer.json", "tokenizer_config.json")
 
@@ -151,3 +153,31 @@ def test_option_that_names_nothing_is_a_problem_of_the_checkpoint(tmp_path: Path
     folder = write_checkpoint(tmp_path / "step-1")
     [problem] = inspect_checkpoint(with_options(str(folder), **{option: str(tmp_path / "gone")})).problems
     assert f"in {tmp_path / 'gone'}" in problem
+
+
+@pytest.mark.parametrize(
+    ("architecture", "maps", "tokenizer", "needed"),
+    [
+        ("LlamaForCausalLM", {}, {}, None),
+        ("Phi3ForCausalLM", {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "m.M"}, {}, None),
+        ("OwnForCausalLM", {"AutoConfig": "c.C", "AutoModelForCausalLM": "modeling_own.Own"}, {}, "modeling_own.Own"),
+        ("LlamaForCausalLM", {}, {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, "tokenization_own"),
+        ("LlamaForCausalLM", {}, {"AutoTokenizer": ["tokenization_own.Another", None]}, None),
+    ],
+)
+def test_code_that_a_checkpoint_needs_is_refused_before_an_engine_starts(
+    tmp_path: Path, architecture: str, maps: dict[str, str], tokenizer: dict[str, list[str]], needed: str | None
+) -> None:
+    config = {**CONFIG, "architectures": [architecture], "auto_map": maps}
+    folder = write_checkpoint(tmp_path / "step-1", config=config)
+    (folder / "tokenization_own.py").write_text("raise SystemExit")
+    (folder / PARTS[1]).write_text(json.dumps({"auto_map": tokenizer, "tokenizer_class": "OwnTokenizerFast"}))
+    inspected = inspect_checkpoint(str(folder))
+    assert inspected.complete
+    require_code_allowed([inspected], allowed=True)
+    if needed is None:
+        require_code_allowed([inspected], allowed=False)
+        return
+    with pytest.raises(BadInput, match=needed) as refused:
+        require_code_allowed([inspected], allowed=False)
+    assert "--engine trust_remote_code=true" in refused.value.remedy

@@ -45,6 +45,7 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.window_services.window_service_factory import WindowServiceFactory
 from helm.common.object_spec import get_class_by_name
 from helm.common.request import GeneratedOutput, RequestResult, Token
+from tokenizer_reading import read_tokenizer
 
 NOT_ABLE = "the engine does not score from its prefix cache"
 NOTHING_BEFORE = "choices have nothing in front of them"
@@ -96,9 +97,7 @@ def weigh(
     if not job["scores_from_cache"]:
         outcome.reason = NOT_ABLE
         return {}, asdict(outcome)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
+    tokenizer = read_tokenizer(job["tokenizer"], trusted=job["trust_remote_code"])
     prompts = tokenizer([state.request.prompt for state in states], return_attention_mask=False).input_ids
     texts: dict[int, Text] = {}
     for place, (state, ids) in enumerate(zip(states, prompts, strict=True)):

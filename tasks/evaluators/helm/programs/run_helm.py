@@ -37,6 +37,7 @@ import helm_unpacking
 from helm_choices import with_smooth_scores
 from model_shape import shape_of
 from refusals import Refused, digest_of, no_chat_template, refusals_into
+from tokenizer_reading import read_tokenizer
 
 DEPLOYMENT_FOLDER = "prod_env"
 DEPLOYMENT = "assay/checkpoint"
@@ -149,9 +150,7 @@ def evaluate(job: dict[str, Any]) -> None:
 
 
 def _write_deployment(job: dict[str, Any]) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
+    tokenizer = read_tokenizer(job["tokenizer"], trusted=job["trust_remote_code"])
     in_chat = job["apply_chat_template"]
     if in_chat and not tokenizer.chat_template:
         raise no_chat_template(job["tokenizer"])
@@ -167,9 +166,10 @@ def _write_deployment(job: dict[str, Any]) -> dict[str, Any]:
         **{"description": "A checkpoint of a training run.", "access": "open", "release_date": None},
         "tags": ["TEXT_MODEL_TAG", "FULL_FUNCTIONALITY_TEXT_MODEL_TAG"],
     }
+    read_by = {"pretrained_model_name_or_path": job["tokenizer"], "trust_remote_code": job["trust_remote_code"]}
     reader = {
         "name": TOKENIZER,
-        "tokenizer_spec": {"class_name": READER, "args": {"pretrained_model_name_or_path": job["tokenizer"]}},
+        "tokenizer_spec": {"class_name": READER, "args": read_by},
         "end_of_text_token": tokenizer.eos_token or "",
         "prefix_token": tokenizer.bos_token or tokenizer.eos_token or "",
     }

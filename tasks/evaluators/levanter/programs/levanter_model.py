@@ -168,7 +168,7 @@ def _read_tokenizer(folder: str) -> Any:
             _take_tokenizer(folder, place)
             if settings.get("tokenizer_class") == "TokenizersBackend":  # the name that transformers 5 writes
                 return PreTrainedTokenizerFast.from_pretrained(place)
-            return AutoTokenizer.from_pretrained(place)
+            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # errors of damaged files have no common type
         raise Refused(
             expected=f"a tokenizer in {folder} that loads",

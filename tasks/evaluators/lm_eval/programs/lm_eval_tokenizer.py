@@ -19,6 +19,7 @@ from lm_eval.models.utils import resolve_max_length
 from lm_eval_model import Completions
 from model_shape import shape_of
 from refusals import Refused, no_chat_template
+from tokenizer_reading import read_tokenizer
 
 DEFAULT_GENERATED = 256
 _log = logging.getLogger("lm_eval.models.api_models")
@@ -26,21 +27,8 @@ _log = logging.getLogger("lm_eval.models.api_models")
 
 def load_tokenizer(job: dict[str, Any]) -> Any:
     """Returns the checkpoint's tokenizer; refuses if it is missing or damaged, or lacks a template that is needed."""
-    from transformers import AutoTokenizer
-
     folder = job["model_args"]["tokenizer"]
-    try:
-        if not Path(folder).is_dir():  # else the hub would be searched for its name
-            raise FileNotFoundError(f"no folder {folder}")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer("a")
-    except Exception as error:
-        _log.error("the tokenizer cannot be loaded", exc_info=error)
-        raise Refused(
-            expected=f"a tokenizer that loads in {folder}",
-            found=f"{type(error).__name__}: {error}"[:1000],
-            remedy="Put the tokenizer's files of the training run into the checkpoint, whole",
-        ) from error
+    tokenizer = read_tokenizer(folder, trusted=job["model_args"]["trust_remote_code"])
     if job["apply_chat_template"] and not job["conversations"] and not tokenizer.chat_template:
         raise no_chat_template(folder)
     return tokenizer
