@@ -74,6 +74,13 @@ REST: Mapping[str, tuple[str, ...]] = {
     "integration/test_slurm_jobs.py": _SLURM,
     "integration/test_staging_real.py": ("tasks/offline", "flows/staging.py"),
     "integration/test_suites_real.py": ("tasks/spec/suite_data", "tasks/spec/suites.py", "tasks/offline"),
+    "integration/test_tokenizers_real.py": (
+        "pools/weights/tokenizers",
+        "pools/weights/overrides",
+        "tasks/evaluators/lm_eval/requirements",
+        "tasks/evaluators/helm/requirements",
+        "tasks/evaluators/programs/tokenizer_reading",
+    ),
     "integration/test_trainers_real.py": ("pools/weights", "tasks/checkpoints", "tests/fakes/trainings.py"),
     "integration/test_training_hooks.py": ("deployments/hooks", "tasks/training"),
     "integration/test_training_real.py": ("tasks/training", *_IRIS),

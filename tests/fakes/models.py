@@ -76,12 +76,11 @@ def write_run(run: Path, steps: Sequence[int], **options: Any) -> Path:
     return run
 
 
-def write_nano_llama(folder: Path, *, seed: int = 0, hidden: int = 16, shards: int = 1) -> Path:
+def write_nano_llama(folder: Path, *, seed: int = 0, hidden: int = 16, shards: int = 1, vocabulary: int = 260) -> Path:
     """Writes a Llama of 1 layer with random weights, small enough for any library, for a byte tokenizer.
 
     It has 2 heads. vLLM on a CPU requires 32 values in each, so `hidden` 64.
     """
-    vocabulary = 260
     config = {
         **CONFIG,
         "hidden_size": hidden,
