@@ -12,7 +12,8 @@ from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, JsonObject, ResourceConfig
-from tasks.spec.evaluation import CheckpointSelection, MergeOptions, ModelParts, with_merge_named, with_parts_named
+from tasks.spec.evaluation import CheckpointSelection, MergeOptions, with_merge_named
+from tasks.spec.model_parts import ModelParts, with_parts_named
 from tasks.spec.names import in_few_words, name_of
 
 _SET_BY_US = frozenset({"model", "prompt", "messages", "n", "stream", "stream_options", "seed"})

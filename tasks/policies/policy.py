@@ -23,8 +23,9 @@ from tasks.checkpoints.checkpoint import CheckpointRule
 from tasks.running.cells import as_served
 from tasks.running.claims.files import CLOCKS_DIFFER_SECONDS, Timestamp
 from tasks.spec.benchmarks import evaluation_hash
-from tasks.spec.evaluation import SERVING_WAYS, EvaluationConfig, ModelParts, Serving, StepsFrom, with_parts_named
+from tasks.spec.evaluation import SERVING_WAYS, EvaluationConfig, Serving, StepsFrom
 from tasks.spec.loading import load_config
+from tasks.spec.model_parts import ModelParts, with_parts_named
 from tasks.spec.names import check_deployed_paths, name_of
 from tasks.spec.sinks import Sinks
 from tasks.spec.suites import SuiteChoice, SuiteName, SuiteRequest, load_suite

@@ -6,17 +6,16 @@ import hashlib
 import json
 from collections import Counter
 from decimal import Decimal
-from functools import partial
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
-from pools.weights.merges import STEPS_PATTERN, Merge, MergeKind, Source, as_named, merge_of, with_options
+from pools.weights.merges import STEPS_PATTERN, Merge, MergeKind, Source, as_named, merge_of
 from resources.config import Config, JsonObject, ResourceConfig, TpuConfig
-from resources.storage.hub import hub_location
 from resources.tpu import largest_single_vm_slice
 from tasks.spec.evaluators import DEFAULT_EVALUATOR, AnyEvaluator, NativeOptions, OptionsKind, is_native, options_as
+from tasks.spec.model_parts import ModelParts, with_parts_named
 from tasks.spec.names import in_few_words, name_of
 from tasks.spec.sinks import Sinks
 from tasks.spec.steps import check_expression
@@ -88,51 +87,16 @@ class MergeOptions(Config):
         return parsed
 
 
-class ModelParts(Config):
-    """Parts of a model in place of those of its checkpoints, which may lack them. They become a part of the model's
-    name."""
-
-    tokenizer: str | None = None
-    """A folder with the tokenizer, or owner/name[@revision] on the hub; the checkpoint's own, or its run's, when
-    unset."""
-    chat_template: str | None = None
-    """A file with the chat template; the tokenizer's own when unset."""
-    base: str | None = None
-    """The model that adapters change, as a folder or owner/name[@revision]; as in adapter_config.json when unset."""
-
-
-def with_parts_named(values: Any, field: str = "model_path") -> Any:
-    """Moves the model's parts in a request into a field of it, as options in the names of its locations."""
-    given = {name: values[name] for name in ModelParts.model_fields if values.get(name)} if _is_dict(values) else {}
-    if not given:
-        return values
-    parts = ModelParts.model_validate(given)
-    tokenizer, base = (place and hub_location(place) for place in (parts.tokenizer, parts.base))
-    named = partial(with_options, tokenizer=tokenizer, template=parts.chat_template, base=base)
-    left = {name: value for name, value in values.items() if name not in given}
-    match values.get(field):
-        case str() as place:
-            return {**left, field: named(place)}
-        case list() | tuple() as places if all(isinstance(place, str) for place in places):
-            return {**left, field: [named(place) for place in places]}
-        case _:
-            raise ValueError(f"expected {field} with {', '.join(given)}: name the checkpoints")
-
-
 def with_merge_named(values: Any) -> Any:
     """Moves the merge of a request into its model_path, as the merge's name; names repositories of the hub as such."""
-    if _is_dict(values) and isinstance(path := values.get("model_path"), str):
+    if isinstance(values, dict) and isinstance(path := values.get("model_path"), str):
         values = {**values, "model_path": as_named(path)}
-    if not _is_dict(values) or values.get("merge") is None:
+    if not isinstance(values, dict) or values.get("merge") is None:
         return values
     if not isinstance(path := values.get("model_path"), str) or merge_of(path) is not None:
         raise ValueError("expected the run in model_path with merge: name a run that holds checkpoints")
     merge = MergeOptions.model_validate(values["merge"]).merge(path)
     return {name: value for name, value in values.items() if name != "merge"} | {"model_path": str(merge)}
-
-
-def _is_dict(values: Any) -> TypeGuard[dict[str, Any]]:
-    return isinstance(values, dict)
 
 
 def _decimal(number: float) -> str:

@@ -11,7 +11,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from resources.config import Config, ResourceConfig, TpuConfig
 from resources.storage import storage
-from tasks.spec.evaluation import EvaluationConfig, ModelParts
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.model_parts import ModelParts
 from tasks.spec.names import in_few_words, is_relative, name_of
 from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 

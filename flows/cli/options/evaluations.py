@@ -23,7 +23,7 @@ from resources.storage import storage
 from tasks.records.provenance import place_in_git
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.publishing import sinks_in
-from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig, ModelParts, with_parts_named
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.evaluators import (
     DEFAULT_EVALUATOR,
     EVALUATORS,
@@ -34,6 +34,7 @@ from tasks.spec.evaluators import (
     short_evaluator_names,
 )
 from tasks.spec.loading import build_config, load_config
+from tasks.spec.model_parts import ModelParts, with_parts_named
 from tasks.spec.names import name_of
 from tasks.spec.suites import SuiteRequest
 
