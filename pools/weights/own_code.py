@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pools.weights.architectures import is_listed
+from pools.architectures import is_listed
 from pools.weights.formats import read_json
 from pools.weights.model_files import ModelFolder
 from pools.weights.tokenizers import SETTINGS_NAME
