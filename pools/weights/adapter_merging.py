@@ -34,7 +34,7 @@ from pools.weights.merging import (
 from resources.errors import CheckpointError
 from resources.storage import storage
 
-_CACHED_NUMBERS = 2**16  # processed at once, with as many of the product: they fit into the cache of a core
+_CACHED_NUMBERS = 2**15  # processed at once, with as many of the product: they fit into the cache of a core
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _parts(change: Change, place: int, file_of: Callable[[Tensor], int]) -> Iter
     if change.low_rank and change.low_rank.transposed and matrix.magnitude is not None:
         norms, sums = _Merger(), np.zeros(columns)
         for part in parts(replace(matrix, magnitude=None)):
-            for _, wide in norms.sums(part):
+            for _, wide, _ in norms.sums(part):
                 sums += np.einsum("ij,ij->j", wide, wide, dtype=np.float64)
         factors = (matrix.magnitude / np.sqrt(sums)).astype(matrix.number)
         matrix = replace(matrix, magnitude=None, factors=factors)
@@ -174,7 +174,7 @@ class _Merger:
             self._written = np.empty(part.size, np.uint8)
         written = self._written[: part.size]
         width = matrix.columns * BYTES[matrix.dtype]
-        for row, wide in self.sums(part):
+        for row, wide, spare in self.sums(part):
             if matrix.magnitude is not None:
                 norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))
                 wide *= (matrix.magnitude[row : row + len(wide)] / norms)[:, None]
@@ -183,11 +183,12 @@ class _Merger:
             for number in matrix.replaced.keys() & range(row, row + len(wide)):
                 wide[number - row] = matrix.replaced[number]
             at = (row - part.row) * width
-            _narrow(matrix.dtype, wide.reshape(-1), written[at : at + len(wide) * width])
+            _narrow(matrix.dtype, wide.reshape(-1), spare.reshape(-1), written[at : at + len(wide) * width])
         return written.data
 
-    def sums(self, part: _Part) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields the base's rows with the product added, some at a time, and the number of the first of them."""
+    def sums(self, part: _Part) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yields the base's rows with the product added, some at a time: the number of the first, they, and room
+        for as many numbers."""
         matrix = part.matrix
         assert matrix is not None
         width = matrix.columns * BYTES[part.source.dtype]
@@ -201,7 +202,7 @@ class _Merger:
                 left, right = matrix.product
                 first = part.row + at
                 wide += np.matmul(left[first : first + count], right, out=added)
-            yield part.row + at, wide
+            yield part.row + at, wide, added
 
     def _raw(self, part: _Part) -> np.ndarray:
         if len(self._read) < part.length:
@@ -218,20 +219,24 @@ def _widen(dtype: str, raw: np.ndarray, wide: np.ndarray) -> None:
     if wide.dtype == np.float64:
         wide[:] = (upper.astype(np.uint32) << 16).view(np.float32)
         return
-    bits = wide.view(np.uint16)
-    bits[0::2] = 0
-    bits[1::2] = upper
+    bits = wide.view(np.uint32)
+    np.copyto(bits, upper)
+    np.left_shift(bits, np.uint32(16), out=bits)
 
 
-def _narrow(dtype: str, wide: np.ndarray, raw: np.ndarray) -> None:
+def _narrow(dtype: str, wide: np.ndarray, spare: np.ndarray, raw: np.ndarray) -> None:
     with np.errstate(all="ignore"):  # infinity and NaN are kept
         if dtype != "BF16":
             np.copyto(raw.view(TYPES[dtype]), wide, casting="same_kind")
             return
         missing = np.isnan(wide)
-        bits = wide.view(np.uint32)
-        bits += (bits >> np.uint32(16) & np.uint32(1)) + np.uint32(0x7FFF)
-        raw.view(np.uint16)[:] = wide.view(np.uint16)[1::2]
+        bits, odd = wide.view(np.uint32), spare.view(np.uint32)  # rounds to the nearest, and to even
+        np.right_shift(bits, np.uint32(16), out=odd)
+        np.bitwise_and(odd, np.uint32(1), out=odd)
+        np.add(odd, np.uint32(0x7FFF), out=odd)
+        np.add(bits, odd, out=bits)
+        np.right_shift(bits, np.uint32(16), out=bits)
+        np.copyto(raw.view(np.uint16), bits, casting="same_kind")
         if missing.any():
             raw.view(np.uint16)[missing] = 0x7FC0
 
