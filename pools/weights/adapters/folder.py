@@ -58,6 +58,8 @@ def inspect_adapter(own: ModelFolder, inspect: Callable[..., ModelFolder], *, fi
     weights = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     files = {name: file for name, file in own.files.items() if name not in CONFIG_FILES}
     problems = [f"{name} is missing" for name in weights if name not in files]
+    if "adapter_model.bin" in files and problems:
+        problems = ["weights are in adapter_model.bin; load the adapter with PEFT, and save_pretrained it again"]
     problems += filter(None, (irregular(files[name]) for name in weights if name in files))
     base = None if problems else _base(own, inspect, files_in, problems)
     folder = replace(own, problems=(), weight_files=weights, made_by=ADAPTER_RECIPE, config=base.config if base else {})

@@ -159,6 +159,13 @@ def test_adapter_of_zeros_is_said_to_change_nothing(tmp_path: Path):
     assert folder.complete and f"it changes nothing of its base {base}: all that it adds is zero" in folder.notes
 
 
+def test_pickled_adapter_is_refused_with_the_way_out(tmp_path: Path):
+    adapter = write_adapter(tmp_path / "run", write_base(tmp_path / "base"))
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    [problem] = inspect_checkpoint(str(adapter)).problems
+    assert "adapter_model.bin" in problem and "save_pretrained" in problem
+
+
 def test_adapter_on_an_adapter_is_refused(tmp_path: Path):
     adapter = write_adapter(tmp_path / "first", tmp_path / "first")
     [problem] = inspect_checkpoint(str(adapter)).problems
