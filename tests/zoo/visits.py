@@ -42,9 +42,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "third": {"seed": 3},
     "dtype": {"seed": 15, "like": 1, "change": "dtype"},
     "mean": {"seed": 16, "mean_of": [1, 2]},
+    "adapter": {"seed": 17, "like": 1, "change": "adapter"},
 }
 """The checkpoints of an animal: 3 unrelated checkpoints, the first changed in several ways, and the mean of 2, which
-torch writes for the references and the pool knows only by its name.
+torch writes for the references and the pool knows only by its name, as it knows the adapter on the first.
 """
 TOUR = (
     *(
@@ -194,6 +195,8 @@ def pool_config(engine_kwargs: Mapping[str, Any]) -> InferencePoolConfig:
 
 def _servable(folder: Path, animal: Animal, name: str) -> Servable:
     place = str(write_byte_tokenizer(folder / str(animal) / name, composes=True))
+    if name == "adapter":
+        place = str(write_byte_tokenizer(Path(place) / name, composes=True))
     if name == "mean":
         place = str(Merge.of_folders("mean", [str(folder / str(animal) / part) for part in ("first", "second")]))
     return Servable.from_uri(f"{animal}-{name}", place)

@@ -54,7 +54,9 @@ def of_transformers() -> dict[str, str]:
                 try:
                     model = getattr(transformers, name)
                     usable = model.is_backend_compatible() or model._can_set_attn_implementation()
-                    if usable and not model.config_class().is_encoder_decoder:
+                    config = model.config_class()
+                    words = getattr(config.get_text_config(decoder=True), "vocab_size", None)  # drafts have none
+                    if usable and words and not config.is_encoder_decoder:
                         kinds[name] = kind
                 except Exception as error:  # noqa: BLE001 - the boundary, as above
                     print(f"{name} of transformers is left out: {type(error).__name__}: {error}", file=sys.stderr)

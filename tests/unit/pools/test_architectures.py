@@ -27,6 +27,7 @@ from resources.environments.environments import ENVIRONMENTS
         (["BertForMaskedLM"], {}, False),
         (["Qwen2ForRewardModel"], {}, False),
         (["EagleLlamaForCausalLM"], {}, False),
+        (["Gemma4AssistantForCausalLM"], {}, False),
         (["WhisperForConditionalGeneration"], {}, False),
         (["T5ForConditionalGeneration"], {}, False),
         (None, {}, False),

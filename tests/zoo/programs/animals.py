@@ -66,6 +66,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Configuration classes of transformers, with tiny sizes; heads have the 32 values that vLLM requires."""
+ADAPTED, RANK = ["q_proj", "up_proj"], 4
 LARGEST_SHARD = "100KB"
 MODULES = (
     *("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker"),
@@ -86,7 +87,11 @@ def make(checkpoint: dict[str, Any]) -> None:
     config = getattr(transformers, class_name)(**({**words, **small} if whole is small else whole))
     like = checkpoint.get("like")
     model = new_model(config, checkpoint["seed"] if like is None else like)
-    if like is not None:
+    if checkpoint.get("change") == "adapter":
+        torch.manual_seed(checkpoint["seed"])
+        folder = Path(checkpoint["folder"])
+        write_adapter(model, folder / "adapter", folder.with_name("first"))
+    elif like is not None:
         change(model, checkpoint["change"], checkpoint["seed"])
     shards = {"max_shard_size": LARGEST_SHARD} if checkpoint.get("sharded") else {}
     dtype = getattr(torch, checkpoint["dtype"])
@@ -97,6 +102,27 @@ def make(checkpoint: dict[str, Any]) -> None:
             for mean, *parts in zip(*(each.parameters() for each in (model, *models)), strict=True):
                 mean.copy_(torch.stack([part.float() for part in parts]).mean(0))
     model.save_pretrained(checkpoint["folder"], **shards)
+
+
+def write_adapter(model: Any, folder: Path, base: Path) -> None:
+    """Adds products of random matrices to some linear layers, and writes them as PEFT writes an adapter on `base`."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {}
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in ADAPTED:
+                rows, columns = module.weight.shape
+                low, high = 0.2 * torch.randn(RANK, columns), 0.2 * torch.randn(rows, RANK)
+                module.weight += 2 * high @ low
+                tensors |= {
+                    f"base_model.model.{name}.lora_{part}.weight": each for part, each in (("A", low), ("B", high))
+                }
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": ADAPTED}
+    (folder / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": str(base)}))
 
 
 def new_model(config: Any, seed: int) -> Any:
