@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -183,10 +183,13 @@ def _cells_of(checkpoint: Checkpoint, hashed: Iterable[_Hashed], is_folder: Call
 
 def _with_kept_files(cells: Sequence[Cell], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
     listings: dict[str, str] = {}
+    waiting: dict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        if not cell.settled and cell.config.protect:
+            waiting[cell.reference.uri].append(cell)
     for checkpoint in checkpoints:
-        own = [cell for cell in cells if cell.reference.uri == checkpoint.uri]
-        wanted_by = [cell.uri for cell in own if not cell.settled and cell.config.protect]
-        if own and keep(own[0].folder, own[0].digests, wanted_by=wanted_by):
+        own = waiting[checkpoint.uri]
+        if own and keep(own[0].folder, own[0].digests, wanted_by=[cell.uri for cell in own]):
             with suppress(AssayError):  # it is being removed
                 listings[checkpoint.uri] = listing_of(_inspected_again(checkpoint))
 
