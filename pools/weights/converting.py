@@ -199,11 +199,11 @@ def _run(making: Making, job: Mapping[str, Any]) -> None:
             process.wait()
         if process.returncode:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            said = log.read().decode(errors="replace").strip()
+            report = log.read().decode(errors="replace").strip()
             killed = process.returncode == -9
             raise StorageError(
                 expected=f"to make safetensors of {uri}",
-                found=f"its program ended with {process.returncode}{f': {said}' if said else ''}",
+                found=f"its program ended with {process.returncode}{f': {report}' if report else ''}",
                 remedy="give this machine more memory" if killed else "run again; if that repeats, save safetensors",
             )
 
@@ -226,17 +226,17 @@ def _follow(making: Making, lines: queue.SimpleQueue[str | None]) -> None:
         if line is None:
             return
         until = time.monotonic() + _SILENT_SECONDS
-        said = json.loads(line)
-        if "refused" in said:
+        report = json.loads(line)
+        if "refused" in report:
             raise CheckpointError(
                 expected=f"weights in {making.folder.uri} that are tensors alone",
-                found=said["refused"],
+                found=report["refused"],
                 remedy="save them again as safetensors, with save_pretrained of transformers",
             )
-        if "failed" in said:
+        if "failed" in report:
             raise StorageError(
                 expected=f"to make safetensors of {making.folder.uri}",
-                found=said["failed"],
+                found=report["failed"],
                 remedy="check the disks of both, and run again",
             )
-        making.on_bytes(said["bytes"])
+        making.on_bytes(report["bytes"])

@@ -95,7 +95,7 @@ class ModelFolder:
     made_by: str | None = None
     """Recipe by which weights that no engine reads are made into safetensors while staged: a word, its version."""
     notes: tuple[str, ...] = ()
-    """What was chosen of several things in the folder, what was left out, and which files come from elsewhere."""
+    """Choices between files of the folder, the files left out, and the origin of files from elsewhere."""
 
     @property
     def complete(self) -> bool:

@@ -93,7 +93,9 @@ def described_by(uri: str, own: Files, files_in: FilesIn = storage.list_folder) 
         place, taken = above
         files = _with_tokenizer(own, taken)
         notes.append(f"it has no tokenizer, so it takes that of its run, in {place}")
-    if is_sharded and "config.json" not in own and "config.json" in taken:  # trainers write none beside FSDP's shards
+    if (
+        is_sharded and "config.json" not in own and "config.json" in taken
+    ):  # trainers leave it out next to FSDP's shards
         files["config.json"] = taken["config.json"]
         notes.append(f"it has no config, so it takes that of {place}")
     elif is_sharded and "config.json" not in own:

@@ -165,7 +165,7 @@ def load_pickled(path: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def convert_pickled(shards: Iterable[Mapping[str, Any]], *, ties: bool | None) -> None:
-    """Converts each shard: `source` to `target`, without tensors `elsewhere`; it must hold those that are `named`."""
+    """Converts each shard: `source` to `target`, without tensors `elsewhere`; refuses a shard that lacks one of `named`."""
     for shard in shards:
         source, name = Path(shard["source"]), shard["name"]
         held = load_pickled(source, name)
@@ -187,9 +187,9 @@ class Description(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns a class of the metadata, or a type of numbers."""
-        found = getattr(torch, name, None) if module == "torch" else None
-        if found is torch.Size or isinstance(found, torch.dtype):
-            return found
+        kind = getattr(torch, name, None) if module == "torch" else None
+        if kind is torch.Size or isinstance(kind, torch.dtype):
+            return kind
         if (module, name) == ("builtins", "getattr"):  # so Python 3.11 writes a member of an enumeration
             return member_of
         if name in DESCRIBING.get(module, ()):
@@ -205,7 +205,7 @@ def member_of(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a folder whose metadata were read with care, so that torch does not read them again."""
+    """Reads a folder by metadata from `Description`, so that torch does not unpickle them itself."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -260,7 +260,7 @@ def tensors_of_model(metadata: Metadata) -> dict[str, tuple[str, TensorStorageMe
 
 def end_with_parent() -> None:
     """Ends this process when its stdin ends."""
-    while os.read(0, 1):  # without the buffer of sys.stdin, whose lock the interpreter needs at its end
+    while os.read(0, 1):  # sys.stdin has a buffer with a lock, which the interpreter takes when it ends
         pass
     os._exit(1)
 
