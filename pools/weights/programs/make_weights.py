@@ -165,7 +165,7 @@ def load_pickled(path: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def convert_pickled(shards: Iterable[Mapping[str, Any]], *, ties: bool | None) -> None:
-    """Converts each shard: `source` to `target`, without tensors `elsewhere`; refuses a shard that lacks one of `named`."""
+    """Converts each shard, `source` to `target`, without tensors `elsewhere`; refuses a shard without those `named`."""
     for shard in shards:
         source, name = Path(shard["source"]), shard["name"]
         held = load_pickled(source, name)
