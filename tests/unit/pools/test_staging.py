@@ -464,4 +464,4 @@ def test_checkpoint_with_a_folder_in_removal_is_gone(tmp_path: Path, held: bool,
         words = "its folder was removed" if name == "." else "its folder is being removed"
         with pytest.raises(CheckpointGone, match=words) as caught:
             check() if check else staging.stage(servable.uri, servable.digests)
-    assert caught.value.record_status == "infra_failed"
+    assert caught.value.record_status == "gone"
