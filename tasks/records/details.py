@@ -172,7 +172,7 @@ class CheckpointReference(Placed):
     merge: MergeReference | None = None
     """Its merge from other checkpoints; empty for a checkpoint written by training."""
     notes: tuple[str, ...] = ()
-    """What it takes from other folders, such as its run's tokenizer, and what was chosen of several formats."""
+    """Files that come from other folders, such as its run's tokenizer, and the choice among several formats."""
 
 
 class OfCell(Protocol):

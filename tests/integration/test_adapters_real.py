@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2-dora": {"lora": {"r": 4, "use_dora": True, "target_modules": ["c_attn", "c_proj"]}, "model": "gpt2"},
 }  # fmt: skip
 SAVED_TWICE = ("vocabulary-of-tied",)  # PEFT saves both of two equal layers
-TIED_APART = ("embeddings-of-tied", "gpt2-head")  # PEFT's merge adds to both of two tied layers what only one has
+TIED_APART = ("embeddings-of-tied", "gpt2-head")  # PEFT's merge changes both tied layers, the adapter only the first
 MERGED = Path("merged", "checkpoint-10")
 ROUNDING = {"F32": 2.0**-20, "BF16": 2.0**-7, "F16": 2.0**-10}
 """Relative, per number: a bit of the type, and sums of float32 in another order."""

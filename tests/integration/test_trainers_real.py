@@ -84,9 +84,9 @@ def test_weights_that_are_made_while_staged_are_evaluated_as_transformers_weighs
     run, whole = tmp_path / "my-run", tmp_path / "whole"
     run_trainer(WRITERS, tokenizer, run, whole, str(free_port()))
     steps = (2, 3, 5, 7)
-    found = evaluated(run, tmp_path / "out", *(option for step in steps for option in ("--step", str(step))))
+    scores = evaluated(run, tmp_path / "out", *(option for step in steps for option in ("--step", str(step))))
     assert_near_transformers(
-        found, {f"my-run-{step}": whole / f"checkpoint-{step}" for step in steps}, tokenizer, tmp_path
+        scores, {f"my-run-{step}": whole / f"checkpoint-{step}" for step in steps}, tokenizer, tmp_path
     )
 
 

@@ -1,4 +1,4 @@
-"""Adapters on their base: which base is found, what is refused, what is written, and what is read how often."""
+"""Adapters on their base: choice of the base, refusals, written files, and the number of reads."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def test_mean_of_adapters_is_the_mean_of_what_they_make(tmp_path: Path):
     base = write_base(tmp_path / "base")
     adapters = [str(write_adapter(tmp_path / f"checkpoint-{step}", base, lora_alpha=step)) for step in (2, 6)]
     mean = made(str(Merge.of_folders("mean", adapters)), tmp_path / "staged")
-    one, other = (made(each, tmp_path / "staged") for each in adapters)
-    assert all(mean[name] == pytest.approx((one[name] + other[name]) / 2, rel=1e-6) for name in mean)
+    first, second = (made(each, tmp_path / "staged") for each in adapters)
+    assert all(mean[name] == pytest.approx((first[name] + second[name]) / 2, rel=1e-6) for name in mean)
 
 
-def test_tokenizer_of_an_adapter_is_its_own_if_it_has_one(tmp_path: Path):
+def test_tokenizer_of_an_adapter_is_its_own_if_it_has_any(tmp_path: Path):
     base = write_base(tmp_path / "base")
     plain, own = (write_adapter(tmp_path / name, base) for name in ("plain", "own"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -190,7 +190,7 @@ def test_run_of_adapters_is_listed_with_digests_that_follow_their_base(tmp_path:
     base, run = write_base(tmp_path / "base"), tmp_path / "my-run"
     for step in (100, 200):
         write_adapter(run / f"checkpoint-{step}", "../../base", lora_alpha=step)
-    found: list[list[tuple[str, str | None]]] = []
+    bases: list[list[tuple[str, str | None]]] = []
     for seed in range(2):
         write_safetensors(base / "model.safetensors", parameters=SHAPES, seed=seed)
         checkpoints = find_checkpoints(str(run))
@@ -199,5 +199,5 @@ def test_run_of_adapters_is_listed_with_digests_that_follow_their_base(tmp_path:
         assert [each.listing for each in seen] == [listing_of(checkpoint) for checkpoint in checkpoints]
         digests = [digest_model_folder(each.folder).checkpoint for each in checkpoints if each.folder]
         assert [each.digest for each in seen] == digests and len(set(digests)) == 2
-        found.append([(each.listing, each.digest) for each in seen])
-    assert not set(found[0]) & set(found[1])
+        bases.append([(each.listing, each.digest) for each in seen])
+    assert not set(bases[0]) & set(bases[1])

@@ -1,4 +1,4 @@
-"""Weights in several formats: which counts, what is said, and safetensors whose shards contradict their index."""
+"""Weights in several formats: the choice, its notes, and shards of safetensors that contradict their index."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def write_names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.suffix == ".json"}
 
 
-def test_index_counts_beside_a_single_file(tmp_path: Path) -> None:
+def test_index_counts_rather_than_a_single_file(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint-1", shards=2)
     before = digest_model_folder(inspect_model_folder(str(folder)))
     write_safetensors(folder / SINGLE, seed=9)

@@ -1,4 +1,4 @@
-"""Tokenizers from elsewhere: named ones, those of the run's folder, and the copies that engines and harnesses read."""
+"""Tokenizers from elsewhere: named by an option, or in the run's folder, and copies that engines and harnesses read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_bare(folder: Path, *, tokenizer: Path | None, seed: int = 1) -> Path:
 
 
 @pytest.mark.parametrize(("weights", "tokenizer"), list(itertools.product(("", "store:/"), repeat=2)))
-def test_checkpoint_with_a_tokenizer_from_elsewhere_is_served_as_the_whole_one(
+def test_checkpoint_with_a_tokenizer_from_elsewhere_is_served_as_if_whole(
     tmp_path: Path, weights: str, tokenizer: str
 ) -> None:
     whole = write_checkpoint(tmp_path / "whole" / "step-1", seed=1)
@@ -104,11 +104,14 @@ def test_checkpoint_without_a_tokenizer_takes_that_of_its_run_and_says_so(
 ) -> None:
     run = tmp_path / "my-run"
     folder = write_bare(run / checkpoint, tokenizer=run / tokenizer)
-    found = inspect_checkpoint(str(folder))
+    inspected = inspect_checkpoint(str(folder))
     place = os.path.normpath(run / tokenizer)
-    assert (found.problems, found.notes) == ((), (f"it has no tokenizer, so it takes that of its run, in {place}",))
+    assert (inspected.problems, inspected.notes) == (
+        (),
+        (f"it has no tokenizer, so it takes that of its run, in {place}",),
+    )
     stored = digest_model_folder(inspect_checkpoint(f"store:/{folder}"))
-    assert stored.tokenizer == digest_model_folder(found).tokenizer
+    assert stored.tokenizer == digest_model_folder(inspected).tokenizer
 
 
 def test_checkpoint_without_a_tokenizer_takes_none_from_beyond_its_run_and_asks_for_a_name(tmp_path: Path) -> None:

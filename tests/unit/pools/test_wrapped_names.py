@@ -96,7 +96,7 @@ def test_adapter_inside_its_base_is_said_and_not_mended(tmp_path: Path) -> None:
     assert "merge_and_unload" in problem and ".base_layer." in problem
 
 
-def test_two_tensors_with_one_name_behind_a_wrapper_are_left_as_they_are(tmp_path: Path) -> None:
+def test_two_tensors_of_a_name_behind_a_wrapper_are_left_as_they_are(tmp_path: Path) -> None:
     names = {name: (2, 2) for pair in ((name, f"_orig_mod.{name}") for name in NAMES) for name in pair}
     assert inspect_model_folder(str(write_checkpoint(tmp_path / "step-1", parameters=names))).made_by is None
 

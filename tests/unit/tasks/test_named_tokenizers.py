@@ -61,19 +61,19 @@ def test_run_with_a_tokenizer_elsewhere_is_listed_as_it_is_found(
     tmp_path: Path, written: Callable[[Path], str]
 ) -> None:
     uri = written(tmp_path)
-    found, seen = find_checkpoints(uri), snapshot_run(uri)
-    assert [(each.name, each.step, each.problems) for each in found] == [
+    listed, seen = find_checkpoints(uri), snapshot_run(uri)
+    assert [(each.name, each.step, each.problems) for each in listed] == [
         ("my-run-100", 100, ()),
         ("my-run-200", 200, ()),
     ]
-    assert [(each.uri, listing_of(each)) for each in found] == [(each.uri, each.listing) for each in seen]
-    assert all(each.folder and len(each.folder.notes) == 1 for each in found)
+    assert [(each.uri, listing_of(each)) for each in listed] == [(each.uri, each.listing) for each in seen]
+    assert all(each.folder and len(each.folder.notes) == 1 for each in listed)
     before = with_digests(uri, seen, reference=None)
     assert snapshot_run(uri) == seen
     [tokenizer] = tmp_path.rglob("tokenizer.json")
     tokenizer.write_text("{}")
     after = with_digests(uri, snapshot_run(uri), reference=None)
-    assert all(one.listing != other.listing for one, other in zip(before, after, strict=True))
+    assert all(first.listing != second.listing for first, second in zip(before, after, strict=True))
     assert {each.digest for each in before}.isdisjoint({None, *(each.digest for each in after)})
     tokenizer.unlink()
     assert [each.problems[0][:12] for each in snapshot_run(uri)] == ["no tokenizer"] * 2
