@@ -137,9 +137,8 @@ def _keys_in(block: str) -> dict[str, SecretStr]:
 def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
     """Returns a cell for each checkpoint and evaluation, grouped by checkpoint, with the existing record if any.
 
-    Reports checkpoints that were removed since they were listed, and leaves them out.
-
-    Not retried: failures come from the request, a changed checkpoint, or a folder that is not writable.
+    Leaves out checkpoints that were removed since they were listed, and reports them. Not retried: failures come from
+    the request, a changed checkpoint, or a folder that is not writable.
     """
     _check_together(configs)
     hashed: list[_Hashed] = []
@@ -167,8 +166,7 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
 
 
 def _cells_of(checkpoint: Checkpoint, hashed: Iterable[_Hashed], is_folder: Callable[[str], bool]) -> Iterator[Cell]:
-    folder = checkpoint.folder
-    assert folder is not None, "only complete checkpoints become cells"
+    assert (folder := checkpoint.folder) is not None, "only complete checkpoints become cells"
     try:
         digests = digest_model_folder(folder)
         for config, hash_, fallback in hashed:

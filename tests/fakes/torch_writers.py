@@ -4,6 +4,8 @@ Arguments are a folder with a tokenizer, the run, and a folder for the same chec
 `save_pretrained`. Two ranks on this machine train it with FSDP.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import json

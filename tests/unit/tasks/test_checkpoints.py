@@ -175,8 +175,8 @@ def write_native(folder: Path, *, step: int, content: bytes = b"arrays", old: bo
     return folder
 
 
-def natives(path: Path, **options: str) -> dict[int, Checkpoint]:
-    checkpoints = find_checkpoints(str(path), kinds=LOADED_NATIVELY, **options)
+def natives(path: Path, *, reference: str | None = None) -> dict[int, Checkpoint]:
+    checkpoints = find_checkpoints(str(path), kinds=LOADED_NATIVELY, reference=reference)
     return {checkpoint.step: checkpoint for checkpoint in checkpoints if checkpoint.kind == "levanter"}
 
 
