@@ -166,7 +166,8 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
 
 
 def _cells_of(checkpoint: Checkpoint, hashed: Iterable[_Hashed], is_folder: Callable[[str], bool]) -> Iterator[Cell]:
-    assert (folder := checkpoint.folder) is not None, "only complete checkpoints become cells"
+    folder = checkpoint.folder
+    assert folder is not None, "only complete checkpoints become cells"
     try:
         digests = digest_model_folder(folder)
         for config, hash_, fallback in hashed:
@@ -192,9 +193,8 @@ def _with_kept_files(cells: Sequence[Cell], checkpoints: Sequence[Checkpoint]) -
                 listings[checkpoint.uri] = listing_of(_inspected_again(checkpoint))
 
     def listed(cell: Cell) -> Cell:
-        changed = {"listing": listings.get(cell.reference.uri, cell.reference.listing)}
-        fallback = cell.levanter_fallback
-        reference = cell.reference.model_copy(update=changed)
+        listing, fallback = listings.get(cell.reference.uri, cell.reference.listing), cell.levanter_fallback
+        reference = cell.reference.model_copy(update={"listing": listing})
         return replace(cell, reference=reference, levanter_fallback=fallback and listed(fallback))
 
     return list(map(listed, cells)) if listings else list(cells)
