@@ -157,8 +157,8 @@ class Serving(Config):
     resource_config: ResourceConfig | None = None
     """Resources of engines, and of evaluators that load the checkpoint themselves; this machine's CPU when unset."""
     protect: bool = True
-    """Keep the files of a checkpoint until it is evaluated, though its trainer removes it: by hard links, or by copies
-    where its disk permits none."""
+    """Let a command keep the files of a checkpoint until it is evaluated, though its trainer removes it: by hard links,
+    or by copies where its disk permits none."""
 
 
 SERVING_WAYS = ("pool_config", "pool_name", "base_url")

@@ -58,8 +58,8 @@ INDEX = "model.safetensors.index.json"
 SHARDS = tuple(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
 _NO_WEIGHTS = "no weights: neither model.safetensors nor an index is there"
 LACKS = {
-    "config.json": "tokenizer_config.json is missing; no tokenizer: none of tokenizer.json, tokenizer.model, "
-    f"vocab.json, tekken.json is there; {_NO_WEIGHTS}",
+    "config.json": "no tokenizer: none of tokenizer.json, tokenizer.model, tiktoken.model, vocab.json, tekken.json is "
+    f"there or in its run's folder; name a folder that has it with --tokenizer; {_NO_WEIGHTS}",
     "tokenizer.json": f"tokenizer_config.json is missing; {_NO_WEIGHTS}",
     "tokenizer_config.json": _NO_WEIGHTS,
     SHARDS[0]: f"1 weight shards without {INDEX}",
