@@ -110,7 +110,7 @@ def main() -> None:
         process.join(30)
     settings.cache_clear()
     for name, spent in figures.items():
-        facts = {"revisions": options.revisions, "delay_ms": options.delay_ms, "ours": spent, "theirs": client}
+        facts = {"revisions": options.revisions, "delay_ms": options.delay_ms, "spent": spent, "client": client}
         title = f"plan_hub.{name}"
         print(Comparison(title, "s", spent["seconds"], client["seconds"], better="less", facts=facts).as_json())
 
