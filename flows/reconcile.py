@@ -14,13 +14,11 @@ from pydantic import Field
 
 from flows.evaluation import run_pending
 from flows.hooks import pipeline
-from pools.weights.layouts import inspect_again
 from pools.weights.merges import with_each_location
 from resources.errors import AssayError, BadInput, CheckpointError
 from resources.storage import storage
 from tasks.checkpoints.checkpoint import LOADED_NATIVELY, Checkpoint
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.checkpoints.run_snapshot import listing_digest
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
 from tasks.policies.actions import stopping_if_cancelled
 from tasks.policies.batches import served_together
@@ -186,11 +184,9 @@ def _keeping_verdicts(listing: RunListing, cells: Sequence[Cell]) -> Iterator[No
     finally:
         if listing.early is not None:
             for cell in cells:
-                # times of files may have changed since, also by links that kept them, not the weights
+                # modified times of files may have changed since, not the weights
                 if (verdict := unfinished_verdict(cell)) is not None:
-                    seen = listing_digest(inspect_again(cell.folder).files, reference=cell.folder.reference)
-                    reference = cell.reference.model_copy(update={"listing": seen})
-                    listing.early.keep(verdict.model_copy(update={"checkpoint": reference}))
+                    listing.early.keep(verdict.model_copy(update={"checkpoint": cell.reference}))
 
 
 def _place(cell: OpenCell) -> str:

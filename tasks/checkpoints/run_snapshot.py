@@ -233,10 +233,8 @@ def _judged(
             "huggingface",
             each.listing,
             verdicts[each.state],
-            None,
-            (),
-            own.label,
-            own.series,
+            label=own.label,
+            series=own.series,
         )
         for each in listed
         if (own := names.by_folder.get(without_options(each.uri))) is not None
