@@ -224,11 +224,9 @@ def _own_cache(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def _prefect_server() -> Iterator[str]:
     # flows that run in this process meanwhile import each harness once
     from prefect.context import get_settings_context
-    from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
-    from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from fakes.prefect_server import FEW_SERVICES, NO_UI, start_prefect_server
+    from fakes.prefect_server import FEW_SERVICES, NO_UI, start_prefect_server, used_here
     from fakes.processes import end, free_port
     from fakes.warm_servers import KeptServers
     from tasks.running import warm
@@ -238,12 +236,11 @@ def _prefect_server() -> Iterator[str]:
     with TemporaryDirectory(prefix="assay-prefect-") as home, pytest.MonkeyPatch.context() as patch:
         server = start_prefect_server(Path(home), port, variables={**FEW_SERVICES, **NO_UI})
         try:
-            with temporary_settings({PREFECT_API_URL: address}):
+            with used_here(address):
                 patch.setattr(warm, "warmed", servers.warmed)
                 patch.setattr("prefect.context.GLOBAL_SETTINGS_CONTEXT", get_settings_context())  # of other threads
                 yield address
-                for worker in (APILogWorker, EventsWorker):
-                    worker.drain_all(timeout=30, at_exit=False)
+                APILogWorker.drain_all(timeout=30, at_exit=False)
         finally:
             servers.close()
             end(server)

@@ -23,13 +23,12 @@ from typing import Any
 
 import pytest
 import yaml
-from prefect.events.worker import EventsWorker
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from fakes.models import write_nano_llama
 from fakes.polling import eventually
 from fakes.postgresql import postgresql, require_postgresql
 from fakes.prefect_field import WAITING, Field, prefect_field
+from fakes.prefect_server import used_here
 from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
@@ -318,7 +317,6 @@ def be_wanted_by_everybody_at_once(story: Story) -> None:
         story.look("the end")
     woken = [run for run in story.flow_runs() if run["deployment_id"] and run["id"] not in begun]
     story.observed["woken"] = Counter(run["state"]["name"] for run in woken)
-    EventsWorker.drain_all(timeout=30, at_exit=False)  # else it would keep sending to this server
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +330,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         patch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the minimum
         patch.setenv("ASSAY_INHERIT", "PREFECT__FLOW_RUN_ID")  # `processes_of` finds them by it
         prefect = stack.enter_context(prefect_field(folder, database=stack.enter_context(postgresql())))
-        stack.enter_context(temporary_settings({PREFECT_API_URL: prefect.url}))
+        stack.enter_context(used_here(prefect.url))
         story = Story(prefect, folder)
         prepare(story)
         apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])

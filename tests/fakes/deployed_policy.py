@@ -9,13 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from prefect.events.worker import EventsWorker
-from prefect.settings import PREFECT_API_URL, temporary_settings
-
 from fakes.endpoints import Endpoint, endpoint
 from fakes.models import CONFIG, write_checkpoint
 from fakes.policies import write_policy, write_suite
 from fakes.prefect_field import Field, prefect_field
+from fakes.prefect_server import used_here
 from fakes.tokenizers import write_byte_tokenizer
 from flows.deploy.policies import PolicyDeployment, deploy_policy
 from flows.reconcile import load_policy
@@ -85,7 +83,7 @@ def deployed_policy(folder: Path, *, database: str | None) -> Iterator[Deployed]
     with (
         endpoint(folder, *(f"run-{step}" for step in STEPS)) as engine,
         prefect_field(folder, database=database) as field,
-        temporary_settings({PREFECT_API_URL: field.url}),
+        used_here(field.url),
     ):
         deployed = Deployed(field, folder, engine)
         suite = write_suite(folder, "facts", "demo_facts", max_eval_instances=2)
@@ -93,5 +91,3 @@ def deployed_policy(folder: Path, *, database: str | None) -> Iterator[Deployed]
         write_policy(folder, suite, **fields)
         apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])
         yield deployed
-        # without this, it would send this process's events to this server for ever
-        EventsWorker.drain_all(timeout=30, at_exit=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,24 @@ def start_prefect_server(
     eventually(lambda: _listens(port) or process.poll() is not None)
     assert process.poll() is None, f"the Prefect server has ended with {process.returncode}"
     return process
+
+
+@contextmanager
+def used_here(address: str) -> Iterator[None]:
+    """Makes a server the one of this process for the block, for requests and for events.
+
+    The thread that sends events keeps the address with which it began: it would send the events of this block to an
+    earlier server, and those of later tests to this server.
+    """
+    from prefect.events.worker import EventsWorker
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    EventsWorker.drain_all(timeout=30, at_exit=False)
+    with temporary_settings({PREFECT_API_URL: address}):
+        try:
+            yield
+        finally:
+            EventsWorker.drain_all(timeout=30, at_exit=False)
 
 
 def _listens(port: int) -> bool:

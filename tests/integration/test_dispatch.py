@@ -23,7 +23,6 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import State
 from prefect.flow_engine import run_flow
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Pending, Running
 
 from fakes import engine as engine_program
@@ -32,6 +31,7 @@ from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.postgresql import postgresql_or_sqlite, require_postgresql
 from fakes.prefect_field import Field, prefect_field
+from fakes.prefect_server import used_here
 from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
 from flows.deploy.policies import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SILENCE_AUTOMATION, watch_over_flow_runs
@@ -160,7 +160,7 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
         patch.setenv("ASSAY_REGIONS", str(folder / "regions.yaml"))
         patch.setenv("ASSAY_PREFIX", "gs://bucket-us-central1")  # places this machine in America
         settings.cache_clear()
-        with temporary_settings({PREFECT_API_URL: server.url}):
+        with used_here(server.url):
             applied = invoke(["work-pools", "apply"])
             assert applied.exit_code == 0, (applied.output, applied.exception)
         yield server
@@ -173,7 +173,7 @@ def sent(field: Field, tmp_path: Path) -> Iterator[Sent]:
     write_byte_tokenizer(write_checkpoint(tmp_path / "run" / "hf" / "step-1", seed=1, config=config))
     address = tmp_path / "engine.json"
     with (
-        temporary_settings({PREFECT_API_URL: field.url}),
+        used_here(field.url),
         running_program(str(engine_program.__file__), "--address-file", str(address), "--model", "run-1"),
     ):
         eventually(address.is_file)
@@ -345,7 +345,7 @@ def test_flow_runs_without_a_worker_are_ended_unless_they_wait_for_machines(
     monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the minimum
     for automation in field.ask("/automations/filter", {}):  # the automations of the work pools wait longer
         field.ask(f"/automations/{automation['id']}", method="DELETE")
-    with temporary_settings({PREFECT_API_URL: field.url}), get_client(sync_client=True) as client:
+    with used_here(field.url), get_client(sync_client=True) as client:
         assert {change.action for change in watch_over_flow_runs(timedelta(seconds=45))} == {"create"}
         assert watch_over_flow_runs(timedelta(seconds=45)) == []
         identifier, deployments = client.create_flow(nothing), {}

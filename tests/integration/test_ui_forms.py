@@ -11,11 +11,10 @@ import httpx
 import pytest
 from prefect import Flow
 from prefect.deployments.runner import RunnerDeployment
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from fakes.browser import Page, browser
 from fakes.polling import eventually
-from fakes.prefect_server import NO_SERVICES, start_prefect_server
+from fakes.prefect_server import NO_SERVICES, start_prefect_server, used_here
 from fakes.processes import end, free_port
 from flows.evaluation import evaluate_checkpoint
 from flows.generation import generate_text
@@ -114,7 +113,7 @@ def prefect_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def deployed(prefect_ui: str) -> dict[str, str]:
-    with temporary_settings({PREFECT_API_URL: f"{prefect_ui}/api"}):
+    with used_here(f"{prefect_ui}/api"):
         apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])
         return {flow.name: _deploy(flow) for flow in FLOWS}
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import yaml
 from prefect.deployments.runner import RunnerDeployment
-from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.types.entrypoint import EntrypointType
 
 from fakes.prefect_database import write_prefect_database
 from fakes.prefect_field import Field, prefect_field
+from fakes.prefect_server import used_here
 from flows.demo import demo
 from flows.deploy.policies import watch_over_flow_runs
 from flows.series import evaluate_checkpoints
@@ -209,7 +210,7 @@ def deployed(folder: Path) -> Iterator[Field]:
     """Runs a Prefect server with a work pool and the flow."""
     folder.mkdir(parents=True)
     heartbeats = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_SECONDS}
-    with prefect_field(folder) as field, temporary_settings({PREFECT_API_URL: field.url, **heartbeats}):
+    with prefect_field(folder) as field, used_here(field.url), temporary_settings(heartbeats):
         apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])
         watch_over_flow_runs(_SILENT_AFTER)
         as_module = {"work_pool_name": LOCAL_WORK_POOL, "entrypoint_type": EntrypointType.MODULE_PATH, "tags": [TAG]}
