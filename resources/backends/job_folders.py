@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +17,8 @@ from resources.backends.processes import argv_of
 from resources.errors import BadInput
 from resources.jobs.jobs import Call, Command, JobDetails, JobRequest, JobStatus
 from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_file
-from resources.jobs.results import pickled, raised_by, result_of
-from resources.jobs.waiting import wait_until_finished
+from resources.jobs.results import pickled
+from resources.jobs.waiting import BackendJob
 from resources.storage import storage
 from resources.storage.files import replace_json, tail
 
@@ -28,11 +28,8 @@ _SPECIFICATION = "specification.json"
 _KEPT_JOBS = 200
 
 
-class FolderJob(ABC):
+class FolderJob(BackendJob):
     """Handle on the job of a folder, submitted by this process or attached to."""
-
-    longest_pause_seconds = 1.0
-    """Longest pause between two looks at its state while waiting for its end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,9 +42,6 @@ class FolderJob(ABC):
     @abstractmethod
     def _file(self, name: str, replica: int) -> Path:
         """Returns a file of a replica: replica.log, announced or result."""
-
-    @abstractmethod
-    def terminate(self) -> None: ...
 
     @property
     def job_id(self) -> str:
@@ -76,19 +70,6 @@ class FolderJob(ABC):
             returns=(self._folder / _CALL).exists(),
         )
 
-    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        return wait_until_finished(
-            self,
-            timeout,
-            raise_on_failure=raise_on_failure,
-            where=self._where,
-            cause=lambda: raised_by(self, self._result),
-            longest_pause_seconds=self.longest_pause_seconds,
-        )
-
-    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        return result_of(self, timeout, replica=replica, read=lambda: self._result(replica), where=self._where)
-
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         return logs_by_replica(
             lambda index: tail(self._file("replica.log", index), max_lines),
@@ -106,10 +87,10 @@ class FolderJob(ABC):
         return None
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
         return f"read {self._file('replica.log', 0)}"
 
-    def _result(self, replica: int) -> bytes | None:
+    def result_bytes(self, replica: int) -> bytes | None:
         with suppress(FileNotFoundError):
             return storage.read_bytes(str(self._file("result", replica)))
         return None

@@ -284,12 +284,12 @@ class Client(Protocol):
     @property
     def description(self) -> str:
         """Returns a readable description of its backend."""
-        ...
+        return self.url
 
     @property
     def is_local(self) -> bool:
         """Returns True if all its jobs run on this machine, and reach each other over loopback."""
-        ...
+        return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> JobHandle:
         """Starts a job."""

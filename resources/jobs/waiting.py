@@ -1,14 +1,16 @@
-"""Shared parts of all backends' handles: waiting, and the error for a failed job."""
+"""The part of a handle that all backends share: waiting for a job's end, its error, and its result."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from resources.errors import JobFailed, JobTimeout
 from resources.jobs.jobs import JobAlreadyExists, JobHandle, JobStatus
+from resources.jobs.results import raised_by, result_of
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 _SHOWN_LINES = 20
@@ -22,47 +24,52 @@ def growing_pauses(longest_seconds: float = _LONGEST_PAUSE_SECONDS) -> Iterator[
         seconds = min(seconds * 1.5, longest_seconds)
 
 
-def wait_until_finished(
-    job: JobHandle,
-    timeout: float | None,
-    *,
-    raise_on_failure: bool,
-    where: str,
-    cause: Callable[[], Exception | None],
-    longest_pause_seconds: float = _LONGEST_PAUSE_SECONDS,
-) -> JobStatus:
-    """Blocks until a job has finished, for at most `timeout` seconds, with growing pauses between polls of its status.
+class BackendJob(JobHandle):
+    """A handle that polls the status of its job with growing pauses while it waits."""
 
-    `where` is a clause with advice for the error, such as "read …/replica-*.log"; `cause` returns the exception of the
-    job's callable, if known (see `resources.jobs.results.raised_by`).
-    """
-    deadline = None if timeout is None else time.monotonic() + timeout
-    pauses = growing_pauses(longest_pause_seconds)
-    while not (status := job.status()).finished:
-        remaining = math.inf if deadline is None else deadline - time.monotonic()
-        if remaining <= 0:
-            reason = job.details().reason
-            raise JobTimeout(
-                expected=f"job {job.job_id} to have finished after {timeout:g} s",
-                found=f"it is {status}" + (f": {reason}" if reason else ""),
-                remedy=f"Wait longer, terminate it, or {where}",
-            )
-        time.sleep(min(next(pauses), remaining))
-    if raise_on_failure and status is not JobStatus.SUCCEEDED:
-        raise failure_of(job, where=where) from cause()
-    return status
+    longest_pause_seconds = _LONGEST_PAUSE_SECONDS
 
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """Returns a clause with advice for errors, such as "read …/replica-*.log"."""
 
-def failure_of(job: JobHandle, *, where: str) -> JobFailed:
-    """Returns the error for a job that failed or was stopped, with the reason and its last log lines."""
-    details = job.details()
-    reason = f": {details.reason}" if details.reason else ""
-    return JobFailed(
-        expected=f"job {job.job_id} to succeed",
-        found=f"it {'was ' if details.status is JobStatus.STOPPED else ''}{details.status}{reason}\n"
-        f"{job.logs(_SHOWN_LINES)}".rstrip(),
-        remedy=where[:1].upper() + where[1:],
-    )
+    @abstractmethod
+    def result_bytes(self, replica: int) -> bytes | None:
+        """Returns what a replica's call left in the last attempt, see `resources.jobs.results`; None if nothing."""
+
+    def status(self) -> JobStatus:
+        return self.details().status
+
+    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pauses = growing_pauses(self.longest_pause_seconds)
+        while not (status := self.status()).finished:
+            remaining = math.inf if deadline is None else deadline - time.monotonic()
+            if remaining <= 0:
+                reason = self.details().reason
+                raise JobTimeout(
+                    expected=f"job {self.job_id} to have finished after {timeout:g} s",
+                    found=f"it is {status}" + (f": {reason}" if reason else ""),
+                    remedy=f"Wait longer, terminate it, or {self.where}",
+                )
+            time.sleep(min(next(pauses), remaining))
+        if raise_on_failure and status is not JobStatus.SUCCEEDED:
+            raise self._failure() from raised_by(self, self.result_bytes)
+        return status
+
+    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
+        return result_of(self, timeout, replica=replica, read=lambda: self.result_bytes(replica), where=self.where)
+
+    def _failure(self) -> JobFailed:
+        details = self.details()
+        reason = f": {details.reason}" if details.reason else ""
+        return JobFailed(
+            expected=f"job {self.job_id} to succeed",
+            found=f"it {'was ' if details.status is JobStatus.STOPPED else ''}{details.status}{reason}\n"
+            f"{self.logs(_SHOWN_LINES)}".rstrip(),
+            remedy=self.where[:1].upper() + self.where[1:],
+        )
 
 
 Job = TypeVar("Job", bound=JobHandle)

@@ -19,7 +19,16 @@ from resources.backends.leases import LEASE_SECONDS, POLL_SECONDS, LeaseRenewer
 from resources.backends.processes import device_variables, existing_folder, import_folders
 from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput
-from resources.jobs.jobs import Call, Command, EnvironmentConfig, JobDetails, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import (
+    Call,
+    Client,
+    Command,
+    EnvironmentConfig,
+    JobDetails,
+    JobRequest,
+    JobStatus,
+    create_environment,
+)
 from resources.jobs.packaging import own_code, package_workspace
 from resources.jobs.results import pickled
 from resources.jobs.waiting import while_running
@@ -36,7 +45,7 @@ _ENDED_AT_ONCE = 16
 _PACKED_FOR_SECONDS = 5.0  # packing takes 0.3 s for a thousand files; jobs submitted together share the package
 
 
-class IrisClient:
+class IrisClient(Client):
     """Runs jobs on an Iris cluster.
 
     Args:
@@ -68,14 +77,6 @@ class IrisClient:
     @property
     def url(self) -> str:
         return f"iris://{self._controller.address.rpartition('://')[2]}"
-
-    @property
-    def description(self) -> str:
-        return self.url
-
-    @property
-    def is_local(self) -> bool:
-        return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> IrisJob:
         """Submits a job to the controller; it starts when all of its replicas fit."""

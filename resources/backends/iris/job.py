@@ -6,7 +6,6 @@ import base64
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from resources.backends.iris.connection import IrisController
 from resources.backends.iris.states import (
@@ -25,8 +24,7 @@ from resources.backends.programs.iris_records import NAME as RECORDS
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_hosts
-from resources.jobs.results import raised_by, result_of
-from resources.jobs.waiting import wait_until_finished
+from resources.jobs.waiting import BackendJob
 
 CALLABLE, COMMAND = "assay-callable", "assay-command"
 """Last argument of a task's command; Iris returns no more of a job's entrypoint, so it marks calls and commands."""
@@ -39,7 +37,7 @@ _CONFIRM_SECONDS = 15.0
 _CONTROLLER_POLL_SECONDS = 0.1
 
 
-class IrisJob:
+class IrisJob(BackendJob):
     """Handle on a job of an Iris cluster, submitted by this process or attached to.
 
     Args:
@@ -94,8 +92,7 @@ class IrisJob:
         )
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        waiting = partial(wait_until_finished, self, where=self._where, cause=lambda: raised_by(self, self._left))
-        status = waiting(timeout, raise_on_failure=False)
+        status = super().wait(timeout, raise_on_failure=False)
         if raise_on_failure and status is not JobStatus.SUCCEEDED:
             states = self._controller.job_states([self._job_id])
             if states.get(self._job_id) == UNSATISFIABLE:
@@ -104,11 +101,7 @@ class IrisJob:
                     found=self.details().reason or "none",
                     remedy="Ask for less or for another device, or add a scale group to the cluster's configuration.",
                 )
-        return waiting(0, raise_on_failure=raise_on_failure)
-
-    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        """Returns the call's result from the controller's log, for as long as that log is kept."""
-        return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
+        return super().wait(0, raise_on_failure=raise_on_failure)
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """Returns the last lines, up to a second old; the lines of a replica's hosts follow each other."""
@@ -166,7 +159,7 @@ class IrisJob:
         return inside
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
         return f"look for {self._job_id} on the dashboard at {self._controller.address}"
 
     def _tell_to_stop(self, job_id: str) -> None:
@@ -188,7 +181,8 @@ class IrisJob:
         records = self._controller.records(f"{self._job_id}/{RECORDS}")
         return {key: record for key, record in records.items() if key.isdigit()}
 
-    def _left(self, replica: int) -> bytes | None:
+    def result_bytes(self, replica: int) -> bytes | None:
+        """Returns what the controller's log has, for as long as that log is kept."""
         task = self._controller.tasks(self._job_id)[replica * self._hosts]
         text = self._controller.result(task.task_id, attempt=task.attempt)
         return base64.b64decode(text) if text else None

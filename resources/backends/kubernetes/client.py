@@ -44,7 +44,7 @@ from resources.backends.kubernetes.records import (
 )
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BackendUnavailable, BadInput, UnsatisfiableResources
-from resources.jobs.jobs import Call, Command, JobDetails, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, JobStatus, create_environment
 from resources.jobs.waiting import while_running
 from resources.settings import job_id as own_job_id
 from resources.settings import settings
@@ -53,7 +53,7 @@ LEAST_LEASE_SECONDS = 180.0
 """A kubelet checks about once a minute, on a copy up to a minute old; the owner sends ten heartbeats per lease."""
 
 
-class KubernetesClient:
+class KubernetesClient(Client):
     """Runs jobs in a namespace of a cluster. A job ends with its submitting process unless it outlives its parent.
 
     Args:
@@ -99,14 +99,6 @@ class KubernetesClient:
         """Returns the address for use inside the cluster, which is the default there."""
         queue = f"?{urlencode({'queue': self._queue})}" if self._queue else ""
         return f"kubernetes:///{self._cluster.namespace}{queue}"
-
-    @property
-    def description(self) -> str:
-        return self.url
-
-    @property
-    def is_local(self) -> bool:
-        return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> KubernetesJob:
         """Starts a job; its image must contain its code."""

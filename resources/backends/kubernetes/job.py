@@ -7,7 +7,7 @@ import json
 import time
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from resources.backends.kubernetes.logs import moment_of, without_times
 from resources.backends.kubernetes.manifests import ANNOUNCER, MAIN
@@ -18,8 +18,7 @@ from resources.backends.kubernetes.records import Record, as_seen, is_silent, re
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.logs import PART_BYTES, LogPart, check_replica, part_of_hosts
-from resources.jobs.results import raised_by, result_of
-from resources.jobs.waiting import wait_until_finished
+from resources.jobs.waiting import BackendJob
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
@@ -30,7 +29,7 @@ _LONGEST_LOG_BYTES = 1 << 20
 _SHOWN_ATTEMPTS = 10
 
 
-class KubernetesJob:
+class KubernetesJob(BackendJob):
     """Handle on a job in a cluster, submitted by this process or attached to.
 
     Args:
@@ -44,39 +43,19 @@ class KubernetesJob:
         self._cluster = cluster
         self._record = record
         self._owned = owned
-        self._poll_seconds = poll_seconds
+        self.longest_pause_seconds = poll_seconds
 
     @property
     def job_id(self) -> str:
         """Returns the name of its record in the cluster, which is also the prefix of the names of its Jobs and pods."""
         return self._record.job_id
 
-    @property
-    def outlives_parent(self) -> bool:
-        return self._record.outlives_parent
-
     def details(self) -> JobDetails:
         """Returns the job's state and reason; stopped if its owner has sent no heartbeat for two leases."""
         return self._now().details()
 
-    def status(self) -> JobStatus:
-        return JobStatus(self._now().status)
-
-    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        return wait_until_finished(
-            self,
-            timeout,
-            raise_on_failure=raise_on_failure,
-            where=self._where,
-            cause=lambda: raised_by(self, self._left),
-            longest_pause_seconds=self._poll_seconds,
-        )
-
-    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        """Returns the call's result, which the owner stores in a ConfigMap; lost if the pod is deleted at once."""
-        return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
-
-    def _left(self, replica: int) -> bytes | None:
+    def result_bytes(self, replica: int) -> bytes | None:
+        """Returns what the owner has stored in a ConfigMap; lost if the pod was deleted at once."""
         record = self._read()
         kept = self._cluster.get("configmaps", result_name(record.job_id, record.attempts, replica))
         return base64.b64decode(kept["data"]["result"]) if kept is not None else None
@@ -136,10 +115,10 @@ class KubernetesJob:
                     found=f"it is {record.status}: {record.reason}",
                     remedy=f"Delete it: kubectl delete {record.kind} -l assay-evals/job={self.job_id}",
                 )
-            time.sleep(min(_OWNER_POLL_SECONDS, self._poll_seconds))
+            time.sleep(min(_OWNER_POLL_SECONDS, self.longest_pause_seconds))
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
         return f"run `kubectl --namespace {self._cluster.namespace} describe jobs -l assay-evals/job={self.job_id}`"
 
     def _keeper_pod_runs(self) -> bool:
@@ -151,7 +130,7 @@ class KubernetesJob:
             self._cluster.delete("jobs", keeper_pod_name(self.job_id))
             until = time.monotonic() + record.grace_seconds + _TERMINATE_MARGIN_SECONDS
             while self._cluster.list("pods", selector(job=self.job_id, part="keeper")) and time.monotonic() < until:
-                time.sleep(min(_OWNER_POLL_SECONDS, self._poll_seconds))
+                time.sleep(min(_OWNER_POLL_SECONDS, self.longest_pause_seconds))
             record = self._read()
         if record.finished:
             return

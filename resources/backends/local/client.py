@@ -30,7 +30,7 @@ from resources.backends.processes import (
 from resources.backends.programs.endings import end_marked
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.jobs.jobs import JobDetails, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Client, JobDetails, JobRequest, JobStatus, create_environment
 from resources.jobs.waiting import while_running
 from resources.settings import settings
 
@@ -133,7 +133,7 @@ class LocalJob(FolderJob):
         return details
 
 
-class LocalClient:
+class LocalClient(Client):
     """Runs jobs as processes of this machine. A job ends with its client and its handle, unless it outlives its parent.
 
     Args:
@@ -157,10 +157,6 @@ class LocalClient:
     def url(self) -> str:
         """Returns `local`, or an address with the folder of its jobs if that is not the default."""
         return "local" if self._jobs_dir == settings().jobs_dir else f"local://{self._jobs_dir.absolute()}"
-
-    @property
-    def description(self) -> str:
-        return self.url
 
     @property
     def is_local(self) -> bool:

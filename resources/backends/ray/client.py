@@ -19,16 +19,16 @@ from resources.backends.ray.connection import ControllerGone, RayConnection
 from resources.backends.ray.orders import JobOrder, SentFolder
 from resources.config import ResourceConfig
 from resources.errors import BadInput
-from resources.jobs.jobs import Call, JobDetails, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Call, Client, JobDetails, JobRequest, JobStatus, create_environment
 from resources.jobs.logs import LogPart
 from resources.jobs.packaging import package_workspace
-from resources.jobs.results import pickled, raised_by, result_of
-from resources.jobs.waiting import wait_until_finished, while_running
+from resources.jobs.results import pickled
+from resources.jobs.waiting import BackendJob, while_running
 
 _END_SECONDS = 60.0
 
 
-class RayJob:
+class RayJob(BackendJob):
     """Handle on a job, submitted by this process or attached to."""
 
     def __init__(self, connection: RayConnection, controller: Any, details: JobDetails, *, own: bool) -> None:
@@ -53,22 +53,6 @@ class RayJob:
             self._known = replace(self._known, status=status, reason=reason)
         return self._known
 
-    def status(self) -> JobStatus:
-        return self.details().status
-
-    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        return wait_until_finished(
-            self,
-            timeout,
-            raise_on_failure=raise_on_failure,
-            where=self._where,
-            cause=lambda: raised_by(self, self._left),
-        )
-
-    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        """Returns the call's result, which the controller keeps until it ends."""
-        return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
-
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """Returns the last lines; empty if the job's controller has ended."""
         return self._ask_living("logs", "", max_lines=max_lines, replica=replica)
@@ -86,10 +70,11 @@ class RayJob:
             self.wait(seconds, raise_on_failure=False)
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
         return f"read the logs of {self.job_id}"
 
-    def _left(self, replica: int) -> bytes | None:
+    def result_bytes(self, replica: int) -> bytes | None:
+        """Returns what the controller keeps until it ends."""
         return self._ask_living("result", None, replica=replica)
 
     def _ask(self, method: str, **arguments: Any) -> Any:
@@ -102,7 +87,7 @@ class RayJob:
             return otherwise
 
 
-class RayClient:
+class RayClient(Client):
     """Runs jobs on a Ray cluster. Names are unique among a driver's jobs and all jobs that outlive their drivers.
 
     Args:
@@ -120,10 +105,6 @@ class RayClient:
     def url(self) -> str:
         """Returns `ray://auto`: processes of jobs have the cluster's address in `RAY_ADDRESS`."""
         return "ray://auto"
-
-    @property
-    def is_local(self) -> bool:
-        return False
 
     @property
     def description(self) -> str:

@@ -37,7 +37,7 @@ from resources.backends.slurm.slurm import Slurm, limit_warning
 from resources.backends.slurm.states import LOST, Seen, after_failed_launch, from_outside
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, JobTimeout, UnsatisfiableResources
-from resources.jobs.jobs import JobDetails, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Client, JobDetails, JobRequest, JobStatus, create_environment
 from resources.jobs.packaging import package_workspace, unpack
 from resources.jobs.waiting import growing_pauses, while_running
 from resources.settings import job_id, settings
@@ -146,7 +146,7 @@ class SlurmJob(FolderJob):
             self._slurm.signal(slurm_id, _STOP_SIGNAL)
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
         return f"read {self._folder}/task-*/replica-0.log, and batch.log there"
 
     @property
@@ -187,7 +187,7 @@ class SlurmJob(FolderJob):
         return time.time() - renewed_at < 2 * self._specification["lease_seconds"]
 
 
-class SlurmClient:
+class SlurmClient(Client):
     """Runs jobs on a partition of a Slurm cluster.
 
     Args:
@@ -221,14 +221,6 @@ class SlurmClient:
     def url(self) -> str:
         query = f"?{urlencode(self._slurm.options)}" if self._slurm.options else ""
         return f"slurm://{self._slurm.partition}{query}"
-
-    @property
-    def description(self) -> str:
-        return self.url
-
-    @property
-    def is_local(self) -> bool:
-        return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> SlurmJob:
         """Queues a job after building its environment, if it needs its own."""
