@@ -11,6 +11,7 @@ import fnmatch
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from resources.errors import IncompleteCheckpoint, StorageError
@@ -112,12 +113,16 @@ def _is_distributed(name: str) -> bool:
 
 def _notes(files: Mapping[str, FileInfo], counted: Sequence[str], chosen: str, recipe: str | None) -> tuple[str, ...]:
     made = (f"safetensors are made of {chosen} while it is staged",) if recipe else ()
-    others = [name for name in files if any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
-    left = sorted(set(others) - set(counted))
+    left = sorted(set(filter(_is_weights, files)) - set(counted))
     if not left:
         return made
     more = f" and {len(left) - _MOST_NAMED} more" if left[_MOST_NAMED:] else ""
     return (*made, f"weights are from {chosen}; left out: {ascii(', '.join(left[:_MOST_NAMED]))[1:-1]}{more}")
+
+
+@lru_cache(4096)
+def _is_weights(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHTS)
 
 
 def cut_off(file: FileInfo) -> str | None:

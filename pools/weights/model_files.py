@@ -10,6 +10,7 @@ import fnmatch
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,8 +133,13 @@ def small_files(folder: ModelFolder) -> dict[str, FileInfo]:
 
 def _auxiliary_files(folder: ModelFolder) -> Iterator[tuple[str, FileInfo]]:
     for name, file in folder.files.items():
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER_SERVED) and "/" not in name:
+        if "/" not in name and not _is_never_served(name):
             yield name, file
+
+
+@lru_cache(4096)  # 4 µs a name, and checkpoints of a run have the same
+def _is_never_served(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER_SERVED)
 
 
 def served_files(folder: ModelFolder) -> dict[str, FileInfo]:

@@ -13,6 +13,7 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from resources.storage import storage
 from resources.storage.listings import FileInfo
@@ -41,6 +42,7 @@ _FOREIGN = {
 _EVERY = re.compile("|".join(f"(?:{pattern})" for pattern in _FOREIGN))
 
 
+@lru_cache(4096)
 def is_foreign(name: str) -> bool:
     """Returns True for the name of a file that only a training framework, or llama.cpp, loads."""
     return _EVERY.fullmatch(name) is not None

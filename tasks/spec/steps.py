@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 EXPORTS = (
@@ -75,6 +76,7 @@ def step_in(parts: Sequence[str], *, above: str = "", steps_from: str | None = N
     return None
 
 
+@lru_cache(2**14)  # a name is asked for by each rule about its folder
 def _stepped(component: str, at: int) -> Stepped | None:
     *_, matched = None, *_STEP.finditer(component)
     if matched is None or not _REST.fullmatch(component, matched.end()):
@@ -84,7 +86,7 @@ def _stepped(component: str, at: int) -> Stepped | None:
 
 
 def _without_values(before: str) -> str:
-    return re.sub(r"[-_.]{2,}", "-", _STEP.sub("", _VALUES.sub("", before))).strip("-_.=")
+    return re.sub(r"[-_.]{2,}", "-", _STEP.sub("", _VALUES.sub("", before))).strip("-_.=") if before else ""
 
 
 def _by_expression(parts: Sequence[str], steps_from: str) -> Stepped | None:
