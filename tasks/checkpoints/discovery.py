@@ -70,25 +70,15 @@ def find_checkpoints(
     if not files and not storage.exists(path):
         raise not_there(expected, path, "check the path; in an object store, also that you may list it")
     layouts = layouts_in(files)
-    names = names_of(path, layouts, steps_from=steps_from)
+    names = layouts.names(path, steps_from=steps_from)
     look = partial(_huggingface, options=options, marks=layouts.marks, files_in=KnownFiles(path, files))
-    exports = [(folder, held) for folder, held in layouts.exports if folder in names.by_folder]
-    looked_at = {folder: look(folder, held, names.by_folder[folder]) for folder, held in exports}
-    models = {folder: made.folder for folder, made in looked_at.items() if made.folder and made.complete}
-    names = counted(names, {folder: folder in models for folder in looked_at}, models.__getitem__)
-    checkpoints = [_named(looked_at[folder], own) for folder, own in names.by_folder.items() if folder in looked_at]
-    if "levanter" not in kinds:
-        natives = ((folder, held) for folder, held in layouts.native.items() if folder in names.by_folder)
-        checkpoints += [_not_served(folder, held, names.by_folder[folder]) for folder, held in natives]
-        layouts = layouts._replace(native={})
+    exports = {folder: look(folder, held, named) for folder, held, named in layouts.named_exports(names)}
+    models = {folder: made.folder for folder, made in exports.items() if made.folder and made.complete}
+    names = counted(names, {folder: folder in models for folder in exports}, models.__getitem__)
     for text in (*names.notes, *not_alike(path, names, models)):
         note(text)
-    exported = {(made.run, made.step) for made in checkpoints if made.complete and made.label is None}
-    candidates = [folder for folder, _ in layouts.exports]
-    others = not_exported(layouts, names, candidates, exported, reference=reference, options=options)
-    checkpoints += [made for made, _ in others]
-    if options is not None:
-        checkpoints = [replace(checkpoint, uri=options.at(checkpoint.uri)) for checkpoint in checkpoints]
+    found = layouts.found(names, lambda at, own: _named(exports[at], own), kinds, reference=reference, options=options)
+    checkpoints = [replace(made, uri=options.at(made.uri)) if options else made for made, _ in found]
     if not checkpoints:
         raise NoCheckpoints(
             expected=f"checkpoints at {path}, {path}/step-N or {path}/hf/step-N",
@@ -118,10 +108,65 @@ class Layouts(NamedTuple):
     """Folders of checkpoints in a listing, with their files: exports to Hugging Face layout, native checkpoints, and
     states that only trainers load."""
 
-    exports: list[tuple[str, list[FileInfo]]]
+    exports: dict[str, list[FileInfo]]
     native: dict[str, list[FileInfo]]
     states: list[TrainingState]
     marks: Marks
+
+    def names(self, path: str, *, steps_from: str | None) -> Names:
+        """Names the checkpoints by the path that was listed."""
+        others = [*self.native, *(state.folder for state in self.states)]
+        return names_below(path, self.exports, others, steps_from=steps_from)
+
+    def named_exports(self, names: Names) -> Iterator[tuple[str, list[FileInfo], Named]]:
+        """Yields folder, files and name of each export that has a name."""
+        for folder, held in self.exports.items():
+            if (named := names.by_folder.get(folder)) is not None:
+                yield folder, held, named
+
+    def found(
+        self,
+        names: Names,
+        export: Callable[[str, Named], Checkpoint],
+        kinds: Collection[Kind] = LOADED_NATIVELY,
+        *,
+        reference: str | None,
+        options: Override | None,
+    ) -> Iterator[tuple[Checkpoint, Sequence[FileInfo]]]:
+        """Yields the checkpoints that count, with their files: native checkpoints and training states only if their
+        step has no complete export, and states only if no export lies in them.
+
+        Args:
+            names: those that count.
+            export: makes the checkpoint of an export's folder.
+            kinds: layouts that can be evaluated; others are incomplete.
+            reference: as in `find_checkpoints`.
+            options: of the run, for its reference.
+        """
+        complete: set[tuple[str, int]] = set()
+        for folder, held, named in self.named_exports(names):
+            made = export(folder, named)
+            if made.complete and made.label is None:
+                complete.add((made.run, made.step))
+            yield made, held
+        near, holding = Exports(), {*self.exports}
+        for folder, held in self.native.items():
+            if (named := names.by_folder.get(folder)) is None:
+                continue
+            if "levanter" not in kinds:
+                yield _not_served(folder, held, named), held
+                continue
+            described = reference or near.export_for(folder)
+            made = _levanter(folder, held, named, options.at(described) if options and described else described)
+            if (made.run, made.step) not in complete:
+                holding.add(folder)
+                yield made, held
+        holding |= {storage.parent(folder) for folder in holding} if self.states else set()
+        for folder, files, kind, problem in self.states:
+            named = names.by_folder.get(folder)
+            if named is not None and folder not in holding and (named.run, named.step) not in complete:
+                modified = max(file.modified for file in files)
+                yield checkpoint_of(named, folder, modified, kind=kind, problems=(problem,)), files
 
 
 def layouts_in(files: Iterable[FileInfo]) -> Layouts:
@@ -134,52 +179,14 @@ def layouts_in(files: Iterable[FileInfo]) -> Layouts:
     for place in [storage.parent(folder) for folder in folders if folder.endswith(f"/{SHARDED_FOLDER}")]:
         folders.setdefault(place, [])
     whole = {folder: [*held, *folders.get(f"{folder}/{SHARDED_FOLDER}", ())] for folder, held in folders.items()}
-    exports = [
-        (folder, held)
+    exports = {
+        folder: held
         for folder, held in whole.items()
         if not (native and any(outer in native for outer in _upwards(folder)))
         and not (of_states and only_state(folder, held, of_states))
         and _looks_like_checkpoint(folder, held)
-    ]
+    }
     return Layouts(exports, native, states, marks_in(folders))
-
-
-def names_of(path: str, layouts: Layouts, *, steps_from: str | None) -> Names:
-    """Names the checkpoints of a listing by the path that was listed."""
-    others = [*layouts.native, *(state.folder for state in layouts.states)]
-    return names_below(path, dict(layouts.exports), others, steps_from=steps_from)
-
-
-def not_exported(
-    layouts: Layouts,
-    names: Names,
-    candidates: Sequence[str],
-    complete: Collection[tuple[str, int]],
-    *,
-    reference: str | None,
-    options: Override | None = None,
-) -> Iterator[tuple[Checkpoint, Sequence[FileInfo]]]:
-    """Yields native checkpoints and training states with their files, if their step has no complete export.
-    `candidates`: folders of exports; a training state around an export is not reported. `complete`: runs and steps with
-    a complete export. `reference`: as in `find_checkpoints`. `options`: of the run, for its reference."""
-    exports = Exports()
-    natives = []
-    for folder, held in layouts.native.items():
-        if (named := names.by_folder.get(folder)) is None:
-            continue
-        described = reference or exports.export_for(folder)
-        described = options.at(described) if options and described else described
-        checkpoint = _levanter(folder, held, named, reference=described)
-        if (checkpoint.run, checkpoint.step) not in complete:
-            natives.append(folder)
-            yield checkpoint, held
-    holding = {*candidates, *natives}
-    holding |= {storage.parent(folder) for folder in holding}
-    for state in layouts.states:
-        named = names.by_folder.get(state.folder)
-        if named is not None and state.folder not in holding and (named.run, named.step) not in complete:
-            modified = max(file.modified for file in state.files)
-            yield _of(named, state.folder, modified, kind=state.kind, problems=(state.problem,)), state.files
 
 
 def _looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
@@ -217,7 +224,8 @@ def _upwards(folder: str) -> Iterator[str]:
         folder = folder.rpartition("/")[0]
 
 
-def _of(named: Named, uri: str, modified: float, **more: Any) -> Checkpoint:
+def checkpoint_of(named: Named, uri: str, modified: float, **more: Any) -> Checkpoint:
+    """Returns a checkpoint under a name; `more` are further fields of it."""
     return Checkpoint(uri, named.run, named.name, named.step, modified, label=named.label, series=named.series, **more)
 
 
@@ -225,11 +233,11 @@ def _named(checkpoint: Checkpoint, named: Named) -> Checkpoint:
     return replace(checkpoint, run=named.run, name=named.name, step=named.step, label=named.label, series=named.series)
 
 
-def _levanter(folder: str, files: Sequence[FileInfo], named: Named, *, reference: str | None) -> Checkpoint:
+def _levanter(folder: str, files: Sequence[FileInfo], named: Named, reference: str | None) -> Checkpoint:
     held, held_step = inspect_native_folder(folder, files, reference=reference)
     if held_step is not None and held_step != named.step:
         named = replace(named, step=held_step, label=None, alone=False)
-    return _of(named, folder, held.modified, kind="levanter", problems=held.problems, folder=held)
+    return checkpoint_of(named, folder, held.modified, kind="levanter", problems=held.problems, folder=held)
 
 
 def _not_served(folder: str, files: Sequence[FileInfo], named: Named) -> Checkpoint:
@@ -237,7 +245,7 @@ def _not_served(folder: str, files: Sequence[FileInfo], named: Named) -> Checkpo
         "a native Levanter checkpoint: export it to Hugging Face format to serve it, or evaluate it with "
         "levanter_lm_evaluation_harness"
     )
-    return _of(named, folder, max(file.modified for file in files), kind="levanter", problems=(problem,))
+    return checkpoint_of(named, folder, max(file.modified for file in files), kind="levanter", problems=(problem,))
 
 
 def _huggingface(
@@ -245,7 +253,7 @@ def _huggingface(
 ) -> Checkpoint:
     held = inspect_checkpoint(options.at(folder) if options else folder, files, files_in=files_in)
     problems = (*held.problems, *marks.missing(folder, files))
-    return _of(named, folder, held.modified, problems=problems, folder=held)
+    return checkpoint_of(named, folder, held.modified, problems=problems, folder=held)
 
 
 @step(task_run_name="look at {path}")

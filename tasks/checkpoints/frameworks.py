@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pools.weights.formats import PICKLED_NAME, SHARDED_FOLDER
 from resources.errors import StorageError
@@ -121,8 +121,7 @@ def _latest_iteration(place: str) -> int | None:
         return None
 
 
-@dataclass(frozen=True)
-class TrainingState:
+class TrainingState(NamedTuple):
     """A checkpoint that only trainers load: its folder, all its files, its framework, and how to export it."""
 
     folder: str

@@ -30,9 +30,9 @@ from resources.storage.mlflow_artifacts import in_mlflow, real_location
 from resources.storage.regular_files import read_cached
 from resources.storage.tree_signature import list_tree
 from tasks.checkpoints.checkpoint import Checkpoint, Inputs, Kind
-from tasks.checkpoints.discovery import has_step, layouts_in, names_of, not_exported
+from tasks.checkpoints.discovery import checkpoint_of, has_step, layouts_in
 from tasks.checkpoints.frameworks import is_about_marks
-from tasks.checkpoints.naming import counted
+from tasks.checkpoints.naming import Named, counted
 from tasks.spec.evaluation import digest_of
 from tasks.spec.labels import Order, order_of
 from tasks.spec.names import name_of
@@ -204,50 +204,36 @@ def _judged(
     evaluated: Callable[[str, str], bool],
     files_in: KnownFiles,
 ) -> list[SeenCheckpoint]:
-    layouts = layouts_in(files)
-    options = override_of(uri)
-    named = options.at if options else str
-    names = names_of(without_options(uri), layouts, steps_from=steps_from)
-    listed = [
-        _listed(named(folder), held, names.by_folder[folder].name, files_in)
-        for folder, held in layouts.exports
-        if folder in names.by_folder
-    ]
+    layouts, options = layouts_in(files), override_of(uri)
+    names = layouts.names(without_options(uri), steps_from=steps_from)
+    listed = {
+        folder: _listed(options.at(folder) if options else folder, held, named, files_in)
+        for folder, held, named in layouts.named_exports(names)
+    }
     verdicts = dict(known)
     unmarked: dict[tuple[str, str], tuple[str, ...]] = {}
-    for checkpoint in listed:
-        if evaluated(checkpoint.name, checkpoint.listing):
+    for folder, checkpoint in listed.items():
+        if evaluated(checkpoint.named.name, checkpoint.listing):
             verdicts.setdefault(checkpoint.state, ())
-        elif missing := layouts.marks.missing(without_options(checkpoint.uri), checkpoint.held):
+        elif missing := layouts.marks.missing(folder, checkpoint.held):
             unmarked[checkpoint.state] = missing
-    verdicts |= _verdicts(listed, verdicts)
+    verdicts |= _verdicts([*listed.values()], verdicts)
     verdicts |= {state: (*verdicts[state], *missing) for state, missing in unmarked.items()}
-    by_folder = {without_options(each.uri): each for each in listed}
-    complete = {folder: not verdicts[each.state] for folder, each in by_folder.items()}
-    names = counted(names, complete, lambda folder: by_folder[folder].model())
-    checkpoints = [
-        SeenCheckpoint(
-            each.uri,
-            own.name,
-            own.step,
-            "huggingface",
-            each.listing,
-            verdicts[each.state],
-            label=own.label,
-            series=own.series,
-        )
-        for each in listed
-        if (own := names.by_folder.get(without_options(each.uri))) is not None
-    ]
-    whole = [folder for folder, is_complete in complete.items() if is_complete]
-    kept = [own for folder in whole if (own := names.by_folder.get(folder)) is not None]
-    exported = {(own.run, own.step) for own in kept if own.label is None}
-    candidates = [folder for folder, _ in layouts.exports]
-    for other, held in not_exported(layouts, names, candidates, exported, reference=reference, options=options):
-        files_of = {file.uri.removeprefix(f"{other.uri}/"): file for file in held}
-        listing = listing_digest(files_of, reference=other.folder.reference if other.folder else None)
-        seen = SeenCheckpoint(named(other.uri), other.name, other.step, other.kind, listing, other.problems)
-        checkpoints.append(replace(seen, label=other.label, series=other.series))
+    problems = {folder: verdicts[each.state] for folder, each in listed.items()}
+    names = counted(names, {folder: not found for folder, found in problems.items()}, lambda at: listed[at].model())
+    found = layouts.found(
+        names, lambda at, own: checkpoint_of(own, at, 0.0, problems=problems[at]), reference=reference, options=options
+    )
+    checkpoints: list[SeenCheckpoint] = []
+    for made, held in found:
+        if (own := listed.get(made.uri)) is not None:
+            uri, listing = own.uri, own.listing
+        else:
+            files_of = {file.uri.removeprefix(f"{made.uri}/"): file for file in held}
+            listing = listing_digest(files_of, reference=made.folder.reference if made.folder else None)
+            uri = options.at(made.uri) if options else made.uri
+        place = {"label": made.label, "series": made.series}
+        checkpoints.append(SeenCheckpoint(uri, made.name, made.step, made.kind, listing, made.problems, **place))
     return sorted(checkpoints, key=lambda checkpoint: (checkpoint.order, checkpoint.uri))
 
 
@@ -256,7 +242,7 @@ class _Listed(NamedTuple):
     held: Sequence[FileInfo]
     files: Mapping[str, FileInfo]
     files_in: FilesIn
-    name: str
+    named: Named
     listing: str
 
     @property
@@ -281,11 +267,11 @@ class _Listed(NamedTuple):
         return frozenset(entries)
 
 
-def _listed(uri: str, held: Sequence[FileInfo], name: str, files_in: FilesIn) -> _Listed:
+def _listed(uri: str, held: Sequence[FileInfo], named: Named, files_in: FilesIn) -> _Listed:
     files = described_by(uri, {storage.basename(file.uri): file for file in held}, files_in).files
     if is_adapter(files):
         files = inspect_checkpoint(uri, held, files_in=files_in).files  # those of its base, too
-    return _Listed(uri, held, files, files_in, name, listing_digest(files))
+    return _Listed(uri, held, files, files_in, named, listing_digest(files))
 
 
 def _verdicts(
