@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 from resources.errors import AssayError, StorageError
-from resources.storage import hub, storage
+from resources.storage import storage
+from resources.storage.hub import hasher_of, in_hub, place_of
 from resources.storage.storage import FileInfo
 
 RANGE_BYTES = 32 * 2**20
@@ -133,8 +134,7 @@ def copy_file(
         if noted.get("origin") != origin or (_size(partial) or 0) > source.size:
             partial.unlink(missing_ok=True)
             storage.write_bytes(str(sidecar), json.dumps({"origin": origin}).encode())
-        cached = hub.in_cache(source.place, source.checksum or "", source.size)
-        place = str(cached) if cached else source.place
+        place = _nearest(source)
         hasher = _hasher(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("a+b") as file:
@@ -164,6 +164,14 @@ def copy_file(
             remedy="see that the disk has room and is yours, and run again: what arrived is kept",
         ) from error
     return digest
+
+
+def _nearest(source: FileInfo) -> str:
+    if not in_hub(source.place):
+        return source.place
+    from resources.storage.hub_files import in_cache
+
+    return str(in_cache(place_of(source.place).repository, source.checksum or "", source.size) or source.place)
 
 
 def _size(path: Path) -> int | None:
@@ -213,7 +221,7 @@ def _read_range(place: str, start: int, end: int) -> bytes:
 def _hasher(source: FileInfo) -> _Hasher:
     kind = source.content_hash.kind if source.content_hash else None
     if source.content_hash is not None and kind in ("sha256", "git"):
-        return hub.hasher_of(source.content_hash.value, source.size)
+        return hasher_of(source.content_hash.value, source.size)
     if kind in ("md5", "etag"):
         return hashlib.md5(usedforsecurity=False)
     if kind == "crc32c" and importlib.util.find_spec("google_crc32c"):  # a dependency of gcsfs, not of Assay

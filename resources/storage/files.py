@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from resources.storage.regular_files import UnsafeFile, open_within
@@ -63,6 +64,20 @@ def written_aside(path: Path, content: bytes, *, mode: int) -> Iterator[Path]:
             yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_oldest(folder: Path, *, most_files: int, most_bytes: int) -> None:
+    """Removes the files directly in a folder that were written first, until at most so many files and bytes stay."""
+    held = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            held += [(status.st_mtime_ns, status.st_size, path)] if S_ISREG(status.st_mode) else []
+    total_bytes = 0
+    for place, (_, size, path) in enumerate(sorted(held, reverse=True)):
+        total_bytes += size
+        if place >= most_files or total_bytes > most_bytes:
+            path.unlink(missing_ok=True)
 
 
 @lru_cache(maxsize=1024)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +32,8 @@ from resources.storage.mlflow_artifacts import PROTOCOL, in_mlflow, real_locatio
 from resources.storage.regular_files import UnsafeFile, leads_out, open_within
 
 fsspec.register_implementation(PROTOCOL, "resources.storage.mlflow_artifacts.MlflowArtifacts", clobber=True)
-fsspec.register_implementation(hub.PROTOCOL, "resources.storage.hub.HubFiles", clobber=True)
+fsspec.register_implementation(hub.PROTOCOL, "resources.storage.hub_files.HubFiles", clobber=True)
+_AT_ONCE = 8
 _MEMORY_CREATE = threading.Lock()
 _READ_BYTES = 2**30  # on Linux, a read returns at most 2 GiB
 _log = logging.getLogger(__name__)
@@ -259,10 +261,13 @@ def list_files(uri: str, *, within: str | None = None) -> list[FileInfo]:
             objects = listings.bucket_objects(filesystem, path)
             if objects is not None:
                 return listings.files_of_bucket(uri, objects)
-            infos = dict(filesystem.find(path, detail=True))
+            return _found(uri, filesystem, path)
         except FileNotFoundError:
             return []
-    root = path.rstrip("/")
+
+
+def _found(uri: str, filesystem: fsspec.AbstractFileSystem, path: str) -> list[FileInfo]:
+    infos, root = dict(filesystem.find(path, detail=True)), path.rstrip("/")
     named = [(name[len(root) :].lstrip("/"), info) for name, info in infos.items() if not listings.is_marker(name)]
     return listings.described(uri, named)
 
@@ -288,14 +293,13 @@ def list_run(uri: str, *, belongs: Callable[[str], bool]) -> list[FileInfo]:
     branch and tag with a name for which `belongs` returns True, as `hf://owner/name@branch/…`."""
     if not hub.is_repository(uri):
         return list_files(uri)
-    filesystem, _ = _fresh(uri)
-    with reported(uri, "list"):
-        trees = filesystem.run(hub.place_of(uri).repository, belongs)  # pyright: ignore[reportAttributeAccessIssue]
-    return [file for place, tree in trees.items() for file in listings.described(place, tree.items())]
+    places = [place for place, _ in refs_of_run(uri, belongs)]
+    with reported(uri, "list"), ThreadPoolExecutor(_AT_ONCE) as threads:
+        return [file for files in threads.map(lambda place: _found(place, *_open(place)), places) for file in files]
 
 
 def refs_of_run(uri: str, belongs: Callable[[str], bool]) -> list[tuple[str, str]]:
-    """Returns the names and commits of the branches and tags of a repository that `list_run` lists."""
+    """Returns the locations and commits of the branches and tags of a repository that `list_run` lists."""
     filesystem, _ = _fresh(uri)
     return filesystem.refs_of_run(hub.place_of(uri).repository, belongs)  # pyright: ignore[reportAttributeAccessIssue]
 

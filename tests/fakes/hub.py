@@ -16,7 +16,6 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 import pytest
 
 from fakes.http_server import Answer, Request, http_server
-from resources.storage.hub import HubFiles
 
 LARGE = (".safetensors", ".bin", ".model")
 """Ends of the names of files in large storage: listed with their SHA-256, and redirected to another host."""
@@ -226,5 +225,7 @@ def use_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, *, home: Path, token:
 
 def forget_hub() -> None:
     """Forgets all that this process has read, as in a new process."""
-    for known in (HubFiles._refs, HubFiles._trees, HubFiles._contents):
+    from resources.storage import hub_files
+
+    for known in (hub_files._refs, hub_files._trees, hub_files._contents):
         known.clear()

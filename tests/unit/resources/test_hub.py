@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +58,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         ("./acme/llama", "./acme/llama"),
         ("gs://bucket/run", "gs://bucket/run"),
         ("llama", "llama"),
+        *(
+            (name, name) for name in ("a/b--c", "a/b..c", "runs./x", "runs/x-", f"runs/{'x' * 92}")
+        ),  # no names of the hub
     ],
 )
 def test_location_named_by_a_user_is_on_the_hub_only_if_no_such_folder_is_here(
@@ -155,9 +160,31 @@ def test_a_hub_that_cannot_be_reached_is_reported(hub: FakeHub, monkeypatch: pyt
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with pytest.raises(StorageError, match="HF_HUB_OFFLINE"):
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="HF_HUB_OFFLINE") as caught:
+        storage.list_files(hub_location("runs/my-rn"))
+    assert "a folder runs/my-rn" in caught.value.expected and "http://127.0.0.1:9" in caught.value.found
+    assert time.monotonic() - began < 5  # a mistyped path is asked about, too
+
+
+def test_too_many_requests_for_long_are_reported_with_what_to_do(hub: FakeHub):
+    hub.limited = 100
+    with pytest.raises(StorageError, match="wait some minutes") as caught:
         storage.list_files("hf://acme/llama")
+    assert "429" in caught.value.found and "HF_TOKEN" in caught.value.remedy
+
+
+def test_remembered_listings_are_bounded_and_the_oldest_goes_first(hub: FakeHub, tmp_path: Path):
+    storage.list_files("hf://acme/llama")
+    [listing] = (path for path in (tmp_path / "cache" / "hub-listings").rglob("*") if path.is_file())
+    former = listing.with_name(f"acme--llama--{'0' * 40}.json")
+    with former.open("wb") as file:
+        file.truncate(2**30)
+    os.utime(former, (1, 1))
+    hub.revisions[REPOSITORY] |= {f"step{step}": {"config.json": b"%d" % step} for step in range(200, 300)}
+    forget_hub()
+    storage.list_run("hf://acme/llama", belongs=lambda name: True)
+    assert not former.exists() and listing.exists()
 
 
 def copied(uri: str, tmp_path: Path) -> list[int]:
