@@ -12,7 +12,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from resources.storage import storage
@@ -40,6 +40,28 @@ _FOREIGN = {
     r".*\.gguf": "GGUF, a format of llama.cpp; evaluate the checkpoint that it was made from",
 }
 _EVERY = re.compile("|".join(f"(?:{pattern})" for pattern in _FOREIGN))
+_BRIDGE = (
+    "./scripts/conversion/convert.sh export --executor local --device cpu --hf-model MODEL --megatron-path {root} "
+    "--hf-path {export}"
+)
+_SHARDED = {
+    "weights/.*": "a checkpoint of NeMo 2; export it: nemo llm export path={root} target=hf output_path={export}",
+    "trainer/.*": "a training state of prime-rl, which exports none; have weights broadcast through files "
+    "(weight_broadcast.type filesystem), and keep them with deployments/hooks/assay_prime_rl.py",
+    r"run_config\.yaml": f"a checkpoint of Megatron-Bridge; export it: {_BRIDGE}; or train with "
+    "checkpoint.also_save_hf_checkpoint=true, which exports each into hf/",
+    r".*/model_optim_rng\.pt": "a checkpoint of Megatron-LM in its torch format; load it there with "
+    "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER, and export that with Megatron-Bridge: "
+    + _BRIDGE.replace("{root}", "FOLDER"),
+    r"metadata\.json": "a checkpoint of Megatron-LM, which exports none; make run_config.yaml as Megatron-Bridge's "
+    f"docs/megatron-lm-to-megatron-bridge.md says, and export it: {_BRIDGE}",
+    "model_and_optim/.*": "a checkpoint of OLMo-core; export it: python "
+    "src/examples/huggingface/convert_checkpoint_to_hf.py -i {root} -o {export}",
+    ".*": "a checkpoint of torch.distributed.checkpoint; export it, as torchtitan does: python "
+    "scripts/checkpoint_conversion/convert_to_hf.py {root} {export} --hf_assets_path ASSETS --model_name NAME "
+    "--model_flavor FLAVOR, and copy config.json and the tokenizer from ASSETS; or train with "
+    "--checkpoint.last_save_in_hf",
+}  # by path below the checkpoint's folder, of a checkpoint of torch.distributed.checkpoint or Megatron
 
 
 @lru_cache(4096)
@@ -48,17 +70,19 @@ def is_foreign(name: str) -> bool:
     return _EVERY.fullmatch(name) is not None
 
 
-def how_exported(root: str, files: Iterable[str], *, export: str) -> str | None:
+def how_exported(root: str, files: Mapping[str, str], export: str, *, sharded: bool = False) -> str | None:
     """Returns what a checkpoint is and how it is exported; None if none of its files says so.
 
     Args:
         root: its folder.
-        files: the locations of its files.
+        files: the locations of its files, by their paths below it.
         export: the folder to export it to.
+        sharded: True for a checkpoint of torch.distributed.checkpoint or of Megatron.
     """
-    by_name = {storage.basename(file): file for file in sorted(files, reverse=True)}
-    for pattern, words in _FOREIGN.items():
-        for name, file in by_name.items():
+    named = {path if sharded else posixpath.basename(path): file for path, file in sorted(files.items(), reverse=True)}
+    held = named if sharded else {name: file for name, file in named.items() if is_foreign(name)}
+    for pattern, words in (_SHARDED if sharded else _FOREIGN).items():
+        for name, file in held.items():
             if re.fullmatch(pattern, name):
                 return words.format(root=root, folder=storage.parent(file), file=file, export=export)
     return None

@@ -155,59 +155,18 @@ def _of_nemo(folder: str, folders: Folders) -> bool:
 
 
 def _state(root: str, files: Sequence[FileInfo]) -> TrainingState:
-    if words := how_exported(root, [file.uri for file in files], export=_export_of(root)):
+    below = {file.uri.removeprefix(f"{root}/"): file.uri for file in files}
+    names = {name.rpartition("/")[2] for name in below}
+    if words := how_exported(root, below, _export_of(root)):
         return TrainingState(root, files, "foreign", words)
-    names = {file.uri.removeprefix(f"{root}/") for file in files}
-    files_of = {name.rpartition("/")[2] for name in names}
-    megatron = bool(_place_of_iterations(root)) or not files_of.isdisjoint(("metadata.json", "run_config.yaml"))
-    kind: Literal["dcp", "megatron"] = "megatron" if megatron else "dcp"
-    sharded = any(name.endswith(_SHARD) for name in names)
-    if sharded and not any(
-        name == ".metadata" or (name[:2] == "__" and name.endswith(".metadata")) for name in files_of
-    ):
+    megatron = bool(_place_of_iterations(root))
+    kind = "megatron" if megatron or not names.isdisjoint(("metadata.json", "run_config.yaml")) else "dcp"
+    whole = any(name == ".metadata" or (name[:2] == "__" and name.endswith(".metadata")) for name in names)
+    if any(name.endswith(_SHARD) for name in names) and not whole:
         return TrainingState(root, files, kind, ".metadata is not there, which is written when all shards are")
-    return TrainingState(root, files, kind, _remedy(root, names))
-
-
-def _remedy(root: str, names: set[str]) -> str:
-    export = _export_of(root)
-    bridge = (
-        f"./scripts/conversion/convert.sh export --executor local --device cpu --hf-model MODEL --megatron-path {root} "
-        f"--hf-path {export}"
-    )
-    if any(name.startswith("weights/") for name in names):
-        return f"a checkpoint of NeMo 2; export it: nemo llm export path={root} target=hf output_path={export}"
-    if any(name.startswith("trainer/") for name in names):
-        return (
-            "a training state of prime-rl, which exports none; have weights broadcast through files "
-            "(weight_broadcast.type filesystem), and keep them with deployments/hooks/assay_prime_rl.py"
-        )
-    if "run_config.yaml" in names:
-        return (
-            f"a checkpoint of Megatron-Bridge; export it: {bridge}; or train with "
-            "checkpoint.also_save_hf_checkpoint=true, which exports each into hf/"
-        )
-    if any(name.endswith(_LEGACY) for name in names):
-        return (
-            "a checkpoint of Megatron-LM in its torch format; load it there with --ckpt-convert-format torch_dist "
-            f"--ckpt-convert-save FOLDER, and export that with Megatron-Bridge: {bridge.replace(root, 'FOLDER')}"
-        )
-    if _place_of_iterations(root) or "metadata.json" in names:
-        return (
-            "a checkpoint of Megatron-LM, which exports none; make run_config.yaml as Megatron-Bridge's "
-            f"docs/megatron-lm-to-megatron-bridge.md says, and export it: {bridge}"
-        )
-    if any(name.startswith("model_and_optim/") for name in names):
-        return (
-            "a checkpoint of OLMo-core; export it: python src/examples/huggingface/convert_checkpoint_to_hf.py "
-            f"-i {root} -o {export}"
-        )
-    return (
-        "a checkpoint of torch.distributed.checkpoint; export it, as torchtitan does: python "
-        f"scripts/checkpoint_conversion/convert_to_hf.py {root} {export} --hf_assets_path ASSETS --model_name NAME "
-        "--model_flavor FLAVOR, and copy config.json and the tokenizer from ASSETS; or train with "
-        "--checkpoint.last_save_in_hf"
-    )
+    if megatron:
+        below.setdefault("metadata.json", root)
+    return TrainingState(root, files, kind, how_exported(root, below, _export_of(root), sharded=True) or "")
 
 
 def _export_of(root: str) -> str:

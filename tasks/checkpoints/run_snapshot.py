@@ -34,7 +34,7 @@ from tasks.checkpoints.discovery import checkpoint_of, has_step, layouts_in
 from tasks.checkpoints.frameworks import is_about_marks
 from tasks.checkpoints.naming import Named, counted
 from tasks.spec.evaluation import digest_of
-from tasks.spec.labels import Order, order_of
+from tasks.spec.labels import InRun
 from tasks.spec.names import name_of
 
 _LOOKS_AT_ONCE = 16  # each read of an object store waits for the network
@@ -47,7 +47,7 @@ _GLOB = frozenset("*?[")
 
 
 @dataclass(frozen=True, slots=True)
-class SeenCheckpoint:
+class SeenCheckpoint(InRun):
     """A checkpoint as a listing shows it: `listing` changes with any of its files, `problems` lists why it is
     incomplete, `digest` is set by `with_digests` only, `merged` are the steps of a merged checkpoint's inputs, `label`
     and `series` are as in `Checkpoint`."""
@@ -67,11 +67,6 @@ class SeenCheckpoint:
     def inputs(self) -> Inputs:
         """Steps of its inputs: its own step, unless it is merged; none if it has a label."""
         return self.merged or ((self.step,) if self.label is None else ())
-
-    @property
-    def order(self) -> Order:
-        """Sort key within its run: labels after steps."""
-        return order_of(self.step, self.label)
 
     @property
     def complete(self) -> bool:

@@ -38,7 +38,7 @@ from tasks.running.cells import Cell
 from tasks.running.conclude import judge_checkpoints
 from tasks.running.early import decided_early
 from tasks.spec.evaluation import digest_of
-from tasks.spec.labels import folder_of, latest_of
+from tasks.spec.labels import latest_of
 from tasks.verdicts.gate import Gate
 from tasks.verdicts.judge import JudgedCheckpoint
 
@@ -121,7 +121,7 @@ def verdict_words(gate: Gate, policy: Policy, listing: RunListing) -> dict[str, 
     """Returns GO or NO-GO by checkpoint name, for checkpoints judged in their current state by a policy's own gate."""
     kept = _kept_verdicts(run_folder(policy, listing.name), gate)
     words = {
-        checkpoint.name: kept.word(_folder(checkpoint), _state(listing, checkpoint, evaluations))
+        checkpoint.name: kept.word(checkpoint.folder, _state(listing, checkpoint, evaluations))
         for checkpoint, evaluations in _wanted_of(policy, listing).items()
     }
     return {name: word for name, word in words.items() if word is not None}
@@ -150,10 +150,6 @@ def _chosen(gate: Gate, checkpoints: Iterable[SeenCheckpoint]) -> list[SeenCheck
     return [each for each in every if gate.checkpoints == "every" or each.order == latest]
 
 
-def _folder(checkpoint: SeenCheckpoint) -> str:
-    return folder_of(checkpoint.step, checkpoint.label)
-
-
 def _not_judged(
     gate: Gate, policy: Policy, listing: RunListing, kept: _KeptVerdicts
 ) -> list[tuple[SeenCheckpoint, JudgedCheckpoint, str]]:
@@ -161,7 +157,7 @@ def _not_judged(
     fresh = []
     for checkpoint in settled(gate, policy, listing):
         state = _state(listing, checkpoint, evaluations[checkpoint])
-        if kept.word(_folder(checkpoint), state) is not None:
+        if kept.word(checkpoint.folder, state) is not None:
             continue
         judged = _judged(policy, listing, checkpoint, evaluations[checkpoint])
         if judged.without_record:  # deleted since the index was built
@@ -194,7 +190,7 @@ def _wanted_of(policy: Policy, listing: RunListing) -> dict[SeenCheckpoint, list
 def _judged(
     policy: Policy, listing: RunListing, checkpoint: SeenCheckpoint, evaluations: Sequence[WantedEvaluation]
 ) -> JudgedCheckpoint:
-    folder = storage.join(run_folder(policy, listing.name), _folder(checkpoint))
+    folder = storage.join(run_folder(policy, listing.name), checkpoint.folder)
     by_hash: dict[str, list[FoundRecord]] = defaultdict(list)
     of_name = [item for item in find_records(folder) if item.record.checkpoint.name == checkpoint.name]
     digests = _known_digests(checkpoint, (item.record.checkpoint for item in of_name))

@@ -19,7 +19,7 @@ from pools.weights.merges import MergeKind
 from resources.settings import settings
 from resources.storage import storage
 from tasks.spec.evaluation import digest_of
-from tasks.spec.labels import Order, folder_of, order_of
+from tasks.spec.labels import InRun
 from tasks.spec.names import in_steps
 
 _Value = TypeVar("_Value")
@@ -89,33 +89,13 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
-class Placed(Part):
+class Placed(Part, InRun):
     """A checkpoint's place in its run."""
 
     step: Whole
     """Training step; 0 for a checkpoint with a label."""
     label: PathPart | None = None
     """Name of a checkpoint without a step, such as best or epoch 2; it is no point of a curve."""
-
-    @property
-    def folder(self) -> str:
-        """Name of its folder below the run's records."""
-        return folder_of(self.step, self.label)
-
-    @property
-    def order(self) -> Order:
-        """Sort key within its run: labels after steps."""
-        return order_of(self.step, self.label)
-
-    @property
-    def place(self) -> str:
-        """Its step or label for a sentence, such as `step 2,000`."""
-        return f"step {self.step:,}" if self.label is None else self.label
-
-    @property
-    def short_place(self) -> str:
-        """Its step or label for a table, such as `2,000`."""
-        return self.place.removeprefix("step ") if self.label is None else self.label
 
 
 class MergedInput(Placed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
+from typing import Protocol
 
 _FOLDER = re.compile(r"step-([0-9]{1,18})|label-(.+)")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+=@-]+")
@@ -41,6 +42,39 @@ def order_of(step: int, label: str | None) -> Order:
     numbers = tuple(zip(parts[::2], (*map(int, parts[1::2]), -1), strict=True))
     rank = 0 if label is None else 3 if label == _LAST else 1 if len(numbers) > 1 else 2
     return rank, step, numbers
+
+
+class _Placed(Protocol):
+    @property
+    def step(self) -> int: ...
+    @property
+    def label(self) -> str | None: ...
+
+
+class InRun:
+    """The place in its run of a class with `step`, and with `label` if it has no step."""
+
+    __slots__ = ()
+
+    @property
+    def folder(self: _Placed) -> str:
+        """Name of its folder below the run's records."""
+        return folder_of(self.step, self.label)
+
+    @property
+    def order(self: _Placed) -> Order:
+        """Sort key within its run: labels after steps."""
+        return order_of(self.step, self.label)
+
+    @property
+    def place(self: _Placed) -> str:
+        """Its step or label for a sentence, such as `step 2,000`."""
+        return f"step {self.step:,}" if self.label is None else self.label
+
+    @property
+    def short_place(self: _Placed) -> str:
+        """Its step or label for a table, such as `2,000`."""
+        return f"{self.step:,}" if self.label is None else self.label
 
 
 def latest_of(orders: Iterable[Order]) -> Order | None:

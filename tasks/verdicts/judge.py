@@ -19,7 +19,7 @@ from tasks.records.search import FoundRecord
 from tasks.records.verdicts import EarlyVerdict, Reason, Verdict, agreement, early_words, read_early
 from tasks.records.verification import Verification, verified
 from tasks.spec.evaluators import evaluator_title
-from tasks.spec.labels import Order, folder_of, latest_of, order_of, place_in
+from tasks.spec.labels import InRun, latest_of, order_of, place_in
 from tasks.spec.names import how_many, suites_in
 from tasks.verdicts.baselines import Baseline, Find, baseline_of, wanted_scores
 from tasks.verdicts.comparison import ComparedMetric, Comparison, ScoreKey
@@ -31,7 +31,7 @@ _WITHOUT_SCORE = ("failed", "infra_failed", "gone")
 
 
 @dataclass(frozen=True)
-class JudgedCheckpoint:
+class JudgedCheckpoint(InRun):
     """A checkpoint with its records; counts requested cells without record, and unjudged records of other settings."""
 
     name: str
@@ -45,16 +45,8 @@ class JudgedCheckpoint:
     """Its label, if it has no step."""
 
     @property
-    def folder(self) -> str:
-        return folder_of(self.step, self.label)
-
-    @property
     def gone(self) -> bool:
         return bool(self.records) and all(item.record.status == "gone" for item in self.records)
-
-    @property
-    def order(self) -> Order:
-        return order_of(self.step, self.label)
 
 
 def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_path: str) -> Verdict:
