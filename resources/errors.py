@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from concurrent.futures import CancelledError
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 RecordStatus = Literal["succeeded", "failed", "infra_failed", "withheld", "gone"]
@@ -39,7 +40,7 @@ class AssayError(Exception):
         return f"Expected: {self.expected}\nFound:    {self.found}\nTo do:    {self.remedy}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.expected, self.found, self.remedy)
+        return partial(type(self), expected=self.expected, found=self.found, remedy=self.remedy), ()
 
     def as_values(self) -> dict[str, str]:
         """Returns its parts and class name, from which `error_of` recreates it in another process."""
@@ -54,10 +55,6 @@ def error_of(values: Mapping[str, Any]) -> AssayError:
     """
     known = AssayError.kinds.get(str(values["kind"]), AssayError)
     return known(expected=str(values["expected"]), found=str(values["found"]), remedy=str(values["remedy"]))
-
-
-def _rebuild(kind: type[AssayError], expected: str, found: str, remedy: str) -> AssayError:
-    return kind(expected=expected, found=found, remedy=remedy)
 
 
 class BadInput(AssayError):

@@ -31,16 +31,14 @@ _PLACE = ("REPLICA_INDEX", "HOST_INDEX", "HOST_COUNT")
 MAX_EGRESS_VARIABLE, MAX_USD_VARIABLE, REGION_VARIABLE = "ASSAY_MAX_EGRESS_USD", "ASSAY_MAX_USD", "ASSAY_REGION"
 
 
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
 class Settings(BaseSettings):
     """Settings of a machine, each read from `ASSAY_<FIELD>`."""
 
     model_config = SettingsConfigDict(env_prefix="ASSAY_", frozen=True, extra="ignore")
 
-    cache_dir: Path = Field(default_factory=lambda: _user_cache() / "assay")
+    cache_dir: Path = Field(
+        default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "assay"
+    )
     """Environments, journal, copies of checkpoints, logs of jobs."""
 
     built_environments: Path | None = None

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 
 from resources.actors.actor_wire import Frame, Kind, WrongKey, greet_actor, receive, send
@@ -245,6 +246,4 @@ def death_of(job: JobHandle, details: JobDetails, *, name: str) -> ActorDied:
 
 
 def _again(error: Exception) -> Exception:
-    if isinstance(error, AssayError):
-        return type(error)(expected=error.expected, found=error.found, remedy=error.remedy)
-    return error
+    return copy(error) if isinstance(error, AssayError) else error

@@ -59,15 +59,10 @@ class FolderJob(BackendJob):
         now = self.process_details()
         return JobDetails(
             job_id=self.job_id,
-            name=self._specification["name"],
             status=JobStatus(now["status"]),
-            reason=now["reason"],
-            attempts=now["attempts"],
-            failures=now["failures"],
-            preemptions=now["preemptions"],
-            submitted_at=self._specification["submitted_at"],
-            replicas=self._specification["replicas"],
             returns=(self._folder / _CALL).exists(),
+            **{field: now[field] for field in ("reason", "attempts", "failures", "preemptions")},
+            **{field: self._specification[field] for field in ("name", "submitted_at", "replicas")},
         )
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:

@@ -224,7 +224,8 @@ def install_attempts(
     if not spec.torch:
         return [InstallAttempt(source="the registry", argv=tuple(argv), env=local) if find_links else plain]
     attempts = [InstallAttempt(source="torch's CPU index", argv=(*argv, "--torch-backend", "cpu")), plain]
-    if _holds_cpu_torch(find_links):
+    wheel = f"torch-*+cpu-*{platform.machine()}.whl"
+    if any(any(Path(folder.removeprefix("file://")).glob(wheel)) for folder in find_links):
         attempts.insert(0, InstallAttempt(source="pip's find-links", argv=tuple(argv), env=local))
     return attempts
 
@@ -344,8 +345,3 @@ def _python_version(interpreter: str) -> str:
             found=str(error),
             remedy="Set ASSAY_PYTHON to an interpreter, or leave it unset to build on the running interpreter.",
         ) from error
-
-
-def _holds_cpu_torch(find_links: Sequence[str]) -> bool:
-    pattern = f"torch-*+cpu-*{platform.machine()}.whl"
-    return any(any(Path(folder.removeprefix("file://")).glob(pattern)) for folder in find_links)

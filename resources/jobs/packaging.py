@@ -10,7 +10,7 @@ import shutil
 import stat
 import subprocess
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -41,13 +41,10 @@ class Package:
 def own_code() -> Package:
     """Packs the packages of this installation, 1 MB zipped, once per process."""
     files = [path for name in _OURS for path in (_ROOT / name).rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted({*files, *deployment_data().glob("*.yaml")}):
-            entry = zipfile.ZipInfo(path.relative_to(_ROOT).as_posix(), date_time=_EARLIEST)
-            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
-    packed = content.getvalue()
-    return Package(digest=hashlib.sha256(packed).hexdigest(), content=packed)
+    paths = sorted({*files, *deployment_data().glob("*.yaml")})
+    return _packed(
+        (zipfile.ZipInfo(path.relative_to(_ROOT).as_posix(), date_time=_EARLIEST), path.read_bytes()) for path in paths
+    )
 
 
 def package_workspace(folder: Path, *, max_bytes: int = 200 * 2**20) -> Package:
@@ -67,12 +64,7 @@ def package_workspace(folder: Path, *, max_bytes: int = 200 * 2**20) -> Package:
             found=f"{sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files; the largest are\n{listed}",
             remedy="Name in .gitignore what the job does not need, or keep it in an object store.",
         )
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in sorted(files):
-            archive.writestr(*_entry(name, files[name]))
-    packed = content.getvalue()
-    return Package(digest=hashlib.sha256(packed).hexdigest(), content=packed)
+    return _packed(_entry(name, files[name]) for name in sorted(files))
 
 
 def unpack(package: Package, into: Path) -> Path:
@@ -98,6 +90,14 @@ def unpack(package: Package, into: Path) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return target
+
+
+def _packed(entries: Iterable[tuple[zipfile.ZipInfo, bytes]]) -> Package:
+    archived = io.BytesIO()
+    with zipfile.ZipFile(archived, "w") as archive:
+        for entry, content in entries:
+            archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
+    return Package(digest=hashlib.sha256(archived.getvalue()).hexdigest(), content=archived.getvalue())
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -160,7 +160,6 @@ def _entry(name: str, path: Path) -> tuple[zipfile.ZipInfo, bytes]:
     entry.create_system = 3  # Unix: the upper half of the attributes holds the mode
     permissions = 0o755 if mode & 0o100 else 0o644
     entry.external_attr = (stat.S_IFLNK | 0o777 if stat.S_ISLNK(mode) else stat.S_IFREG | permissions) << 16
-    entry.compress_type = zipfile.ZIP_DEFLATED
     return entry, content
 
 

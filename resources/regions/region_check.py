@@ -114,7 +114,8 @@ def check_gcs_paths_same_region(
     usd = sum((read.usd for read in reads), Decimal(0)) if all(read.is_whole for read in reads) else None
     if max_egress_usd is not None and usd is not None and usd <= max_egress_usd:
         return best
-    way = "" if max_egress_usd is None else f" Or allow it: {MAX_EGRESS_VARIABLE}={_cents(usd) or 'USD'}."
+    shown = "USD" if usd is None else usd.quantize(Decimal("0.01"), ROUND_UP)
+    way = "" if max_egress_usd is None else f" Or allow it: {MAX_EGRESS_VARIABLE}={shown}."
     raise _wrong(reads, region=best, allowed=allowed, way_to_allow=way)
 
 
@@ -278,10 +279,6 @@ def _unknown_region(paths: list[GcsPath], *, local_ok: bool) -> None:
         found=f"no metadata of a VM, no prefix, and {len(paths)} paths such as {paths[0].uri} at {paths[0].place}",
         remedy="Set ASSAY_PREFIX to a bucket of the region, or name it in resources.regions.",
     )
-
-
-def _cents(usd: Decimal | None) -> Decimal | None:
-    return None if usd is None else usd.quantize(Decimal("0.01"), ROUND_UP)
 
 
 def _wrong(reads: list[_Read], *, region: str, allowed: Sequence[str], way_to_allow: str) -> WrongRegion:

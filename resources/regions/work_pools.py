@@ -177,7 +177,9 @@ def choose_work_pool(
             passed_over[region.name] = f"has a work pool, {region.work_pool}, that {obstacle}"
             nearest = nearest or f"{region.work_pool}, which {obstacle}"
             continue
-        egress = _egress_usd(known, region, source)
+        egress = Decimal(0)
+        if source is not None:
+            egress = known.egress_price(source.region, region.name) * Decimal(source.size_bytes) / _GB
         if egress > max_egress_usd:
             nearest = nearest or f"{region.work_pool}, for {egress:.2f} USD of egress"
             passed_over[region.name] = f"would cost {egress:.2f} USD for reading the checkpoints from another region"
@@ -199,12 +201,6 @@ def choose_work_pool(
     )
 
 
-def _egress_usd(known: Regions, region: Region, source: Source | None) -> Decimal:
-    if source is None:
-        return Decimal(0)
-    return known.egress_price(source.region, region.name) * Decimal(source.size_bytes) / _GB
-
-
 def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
     """Returns the variables that give a flow run the resources of a replica; its pool runs on the same machine.
 
@@ -213,7 +209,8 @@ def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
     offers is taken. Several replicas of a single machine share it.
     """
     resources = region.offered(resources) or resources.choices[0]
-    if _needs_a_cluster(resources):
+    shares_a_slice = isinstance(resources.device, TpuConfig) and resources.replicas > 1
+    if resources.hosts_per_replica > 1 or shares_a_slice:
         if region.backend_url is None:
             raise _too_large(resources, region)
         coordinator = resources.model_copy(
@@ -227,14 +224,6 @@ def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
         )
         return _on_single_machine(coordinator, region, "orchestrator") | {"env": {"ASSAY_JOBS": region.backend_url}}
     return _on_single_machine(resources, region, _IMAGE_KINDS[resources.device.kind])
-
-
-def _needs_a_cluster(resources: ResourceConfig) -> bool:
-    match resources.device:
-        case TpuConfig() as tpu:
-            return tpu.slice.vms > 1 or resources.replicas > 1
-        case _:
-            return resources.hosts > 1
 
 
 def _on_single_machine(resources: ResourceConfig, region: Region, kind: ImageKind) -> dict[str, Any]:

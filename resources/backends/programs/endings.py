@@ -1,16 +1,25 @@
-"""Causes of process ends and their retry budgets; standard library only, since it also runs on nodes without Assay."""
+"""Ends of processes: causes with their retry budgets, and the processes that are to be ended or reaped.
+
+Standard library only, since it also runs on nodes without Assay.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from attempts import Outcome
 
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _OOM_WINDOW_SECONDS = 60.0  # a large process takes up to that long to die after the kernel's SIGKILL
 
 _FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
@@ -140,3 +149,80 @@ def end_marked(**variables: str) -> None:
                 os.kill(int(folder.name), signal.SIGKILL)
         except OSError:
             continue
+
+
+def prctl(option: int, value: int) -> None:
+    """Calls Linux' function of that name; has no effect on other systems."""
+    if sys.platform == "linux" and (libc := _libc()) is not None:
+        libc.prctl(option, value, 0, 0, 0)
+
+
+@cache
+def _libc() -> Any:
+    import ctypes
+
+    try:
+        return ctypes.CDLL(None, use_errno=True)
+    except OSError:
+        return None
+
+
+def wake_pipe() -> tuple[int, int]:
+    """Returns the ends of a pipe, for reading and writing, that gets a byte for each signal with a handler."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    os.set_blocking(write_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    return read_fd, write_fd
+
+
+def wait_for(wake_fd: int, *sources: Any, seconds: float | None) -> list[Any]:
+    """Waits for a signal or a readable source, no longer than `seconds`; returns the readable sources."""
+    ready, _, _ = select.select([wake_fd, *sources], [], [], seconds)
+    if wake_fd in ready:
+        os.read(wake_fd, 4096)
+    return [source for source in ready if source != wake_fd]
+
+
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Reaps ended children of this process; yields the id and the exit code (negative: signal) of each."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
+
+
+def living_processes() -> dict[int, tuple[int, int]]:
+    """Returns parent and process group of each process of this machine that has not ended, by its id."""
+    if not Path("/proc/self/stat").exists():
+        return _living_by_ps()
+    table = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+            state, parent, group, threads = fields[0], int(fields[1]), int(fields[2]), int(fields[17])
+        except (OSError, ValueError, IndexError):
+            continue
+        if state not in (b"Z", b"X") or threads > 1:  # a process can outlive its main thread
+            table[int(folder.name)] = (parent, group)
+    return table
+
+
+def _living_by_ps() -> dict[int, tuple[int, int]]:
+    with subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,pgid=,stat="], stdout=subprocess.PIPE, text=True) as ps:
+        output, _ = ps.communicate()
+    rows = [line.split() for line in output.splitlines()]
+    living = [row for row in rows if len(row) == 4 and not row[3].startswith("Z") and int(row[0]) != ps.pid]
+    return {int(pid): (int(parent), int(group)) for pid, parent, group, _ in living}
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Sends a signal to a process; has no effect if it has ended, or belongs to another user."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return

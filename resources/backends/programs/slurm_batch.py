@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from attempts import FINISHED, Attempts, Final, Outcome, outcome_of
-from endings import classify_exit, outcome_of_supervised
+from endings import classify_exit, outcome_of_supervised, wait_for, wake_pipe
 
 _LATEST_CLOCK_SECONDS = 300.0  # munge rejects machines with a larger clock difference
 _END_SECONDS = 45.0  # a supervisor takes 30 s to detect a process that survives SIGKILL
@@ -61,10 +60,7 @@ class Batch:
         self._lease = ""
         self._lease_seen_at = time.monotonic()
         self._looked_at = 0.0
-        self._wake_fd, wake_write_fd = os.pipe()
-        os.set_blocking(self._wake_fd, False)
-        os.set_blocking(wake_write_fd, False)
-        signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
+        self._wake_fd, _ = wake_pipe()
         signal.signal(signal.SIGUSR1, lambda *_: self._lose(_TIME_LIMIT))
         signal.signal(signal.SIGTERM, lambda *_: self._lose(_TAKEN_AWAY))
         signal.signal(signal.SIGUSR2, lambda *_: self._stop("terminated"))
@@ -121,8 +117,7 @@ class Batch:
                 deadline = time.monotonic() + self._job["grace_seconds"] + _END_SECONDS
             if deadline is not None and time.monotonic() > deadline:
                 srun.kill()
-            ready = self._pause(_WATCH_SECONDS, srun.stdout.fileno())
-            if not ready:
+            if not wait_for(self._wake_fd, srun.stdout.fileno(), seconds=_WATCH_SECONDS):
                 continue
             arrived = os.read(srun.stdout.fileno(), 65536)
             *lines, unfinished = (unfinished + arrived).split(b"\n")
@@ -207,13 +202,7 @@ class Batch:
     def _stopped_within(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self._is_to_end() and (remaining := deadline - time.monotonic()) > 0:
-            self._pause(remaining)
-
-    def _pause(self, seconds: float, *sources: int) -> bool:
-        ready, _, _ = select.select([self._wake_fd, *sources], [], [], seconds)
-        if self._wake_fd in ready:
-            os.read(self._wake_fd, 4096)
-        return any(source in ready for source in sources)
+            wait_for(self._wake_fd, seconds=remaining)
 
     def _stop(self, reason: str) -> None:
         self._stop_reason = self._stop_reason or reason

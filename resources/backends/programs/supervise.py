@@ -11,10 +11,8 @@ leaves it running.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,10 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import endings
 from attempts import Attempts, Final, Outcome, outcome_of
-from endings import ENDINGS, OUT_OF_MEMORY, OomWatch, cause_of_exit
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCH_SECONDS = 0.5  # interval of the check for the parent; signals and a closed pipe wake the loop at once
 _SWEEP_SECONDS = 0.02
 _KILL_SECONDS = 30.0  # a process in an uninterruptible system call survives SIGKILL until that returns
@@ -46,9 +43,8 @@ _NOT_STARTED = 127  # exit code of shells for a command that cannot be executed
 class Supervisor:
     """A job, from its first attempt to its final status."""
 
-    def __init__(self, folder: Path, specification: dict[str, Any], libc: Any) -> None:
+    def __init__(self, folder: Path, specification: dict[str, Any]) -> None:
         self._folder = folder
-        self._libc = libc
         self._specification = specification
         self._replicas: list[subprocess.Popen[bytes] | None] = []
         self._groups: set[int] = set()  # substitute for child subreapers, which only Linux has
@@ -58,13 +54,10 @@ class Supervisor:
         )
         self._stop_reason: str | None = None
         self._ended_by: str | None = None
-        self._oom = OomWatch()
+        self._oom = endings.OomWatch()
         self._watches_parent = not self._specification["outlives_parent"]
         self._parent_pid = os.getppid() if self._specification["shielded"] else self._specification["parent_pid"]
-        self._wake_fd, wake_write_fd = os.pipe()
-        os.set_blocking(self._wake_fd, False)
-        os.set_blocking(wake_write_fd, False)
-        signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
+        self._wake_fd, _ = endings.wake_pipe()
         signal.signal(signal.SIGTERM, lambda *_: self._stop("terminated"))
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
             # A handler that does nothing instead of SIG_IGN, which replicas would inherit.
@@ -88,7 +81,7 @@ class Supervisor:
     def _attempt(self) -> Outcome:
         self._exit_codes = {}
         self._ended_by = None
-        self._oom = OomWatch()
+        self._oom = endings.OomWatch()
         self._replicas = [self._start(index) for index in range(self._specification["replicas"])]
         if sys.platform != "linux":
             self._groups = {replica.pid for replica in self._replicas if replica}
@@ -104,10 +97,10 @@ class Supervisor:
         outcomes: list[Outcome | None] = []
         self._ended_by = None
         for code in self._codes():
-            cause = None if code is None else cause_of_exit(code, out_of_memory=starved)
-            outcomes.append(cause and ENDINGS[cause])
+            cause = None if code is None else endings.cause_of_exit(code, out_of_memory=starved)
+            outcomes.append(cause and endings.ENDINGS[cause])
             if cause == "out of memory":
-                self._ended_by = OUT_OF_MEMORY
+                self._ended_by = endings.OUT_OF_MEMORY
         return outcome_of(outcomes, stopping=self._stop_reason is not None)
 
     def _codes(self) -> list[int | None]:
@@ -136,24 +129,16 @@ class Supervisor:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=self._die_with_supervisor,  # safe: this process has a single thread
+                    # Dies with this process; safe, as it has a single thread.
+                    preexec_fn=lambda: endings.prctl(endings.PR_SET_PDEATHSIG, signal.SIGKILL),
                 )
             except OSError as error:
                 log.write(f"could not be started: {error}\n".encode())
                 return None
 
-    def _die_with_supervisor(self) -> None:
-        _prctl(self._libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
-
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            self._exit_codes.setdefault(pid, os.waitstatus_to_exitcode(status))
+        for pid, code in endings.ended_children():
+            self._exit_codes.setdefault(pid, code)
 
     def _end_everything(self) -> None:
         asked: set[int] = set()
@@ -161,20 +146,20 @@ class Supervisor:
         deadline = time.monotonic() + self._specification["grace_seconds"]
         while (left := self._left()) and time.monotonic() < deadline:
             for pid in left - asked:
-                _send(pid, signal.SIGTERM)
+                endings.send_signal(pid, signal.SIGTERM)
             asked |= left
             self._pause(sweep_seconds)  # increasing pauses: each sweep reads all of /proc
             sweep_seconds = min(sweep_seconds * 1.5, _WATCH_SECONDS)
         deadline = time.monotonic() + _KILL_SECONDS
         while (left := self._left()) and time.monotonic() < deadline:
             for pid in left:
-                _send(pid, signal.SIGKILL)
+                endings.send_signal(pid, signal.SIGKILL)
             self._pause(_SWEEP_SECONDS)
         self._reap()  # the last processes may have ended since
 
     def _left(self) -> set[int]:
         self._reap()
-        table = _process_table()
+        table = endings.living_processes()
         family = {os.getpid()}
         independent: set[int] = set()
         while grown := (
@@ -187,12 +172,9 @@ class Supervisor:
         return family - {os.getpid()}
 
     def _pause(self, seconds: float) -> None:
-        sources = [self._wake_fd, 0] if self._watches_parent else [self._wake_fd]
-        ready, _, _ = select.select(sources, [], [], seconds)
-        if self._wake_fd in ready:
-            os.read(self._wake_fd, 4096)
+        ready = endings.wait_for(self._wake_fd, *([0] if self._watches_parent else []), seconds=seconds)
         # A forked sibling may hold the pipe open after the parent's death; getppid() then differs.
-        if self._watches_parent and (0 in ready or os.getppid() != self._parent_pid):
+        if self._watches_parent and (ready or os.getppid() != self._parent_pid):
             self._watches_parent = False
             self._stop("the process that submitted it has ended")
 
@@ -226,23 +208,6 @@ class Supervisor:
             print(f"status {status} could not be written: {error}", file=sys.stderr, flush=True)
 
 
-def _process_table() -> dict[int, tuple[int, int]]:
-    if not Path("/proc/self/stat").exists():
-        return _process_table_of_ps()
-    table = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-            state, parent, group, threads = fields[0], int(fields[1]), int(fields[2]), int(fields[17])
-        except (OSError, ValueError, IndexError):
-            continue
-        if state not in (b"Z", b"X") or threads > 1:  # a process can outlive its main thread
-            table[int(folder.name)] = (parent, group)
-    return table
-
-
 def _supervises_for_itself(pid: int) -> bool:
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -251,39 +216,12 @@ def _supervises_for_itself(pid: int) -> bool:
     return os.fsencode(__file__) in arguments and OUTLIVES.encode() in arguments
 
 
-def _process_table_of_ps() -> dict[int, tuple[int, int]]:
-    with subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,pgid=,stat="], stdout=subprocess.PIPE, text=True) as ps:
-        output, _ = ps.communicate()
-    rows = [line.split() for line in output.splitlines()]
-    living = [row for row in rows if len(row) == 4 and not row[3].startswith("Z") and int(row[0]) != ps.pid]
-    return {int(pid): (int(parent), int(group)) for pid, parent, group, _ in living}
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
-
-
-def _prctl(libc: Any, option: int, value: int) -> None:
-    if sys.platform == "linux" and libc is not None:
-        libc.prctl(option, value, 0, 0, 0)
-
-
-def _load_libc() -> Any:
-    try:
-        return ctypes.CDLL(None, use_errno=True)
-    except OSError:
-        return None
-
-
-def _step_aside(libc: Any) -> None:
+def _step_aside() -> None:
     child = os.fork()
     if child == 0:
         return
-    signal.signal(signal.SIGTERM, lambda *_: _send(child, signal.SIGTERM))
-    _prctl(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, lambda *_: endings.send_signal(child, signal.SIGTERM))
+    endings.prctl(endings.PR_SET_PDEATHSIG, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
@@ -291,13 +229,12 @@ def _step_aside(libc: Any) -> None:
 
 def main(arguments: list[str]) -> None:
     """Supervises the job in the folder named by the first argument."""
-    libc = _load_libc()
     folder = Path(arguments[0])
     specification = {**_DEFAULTS, **json.loads((folder / "specification.json").read_text())}
     if specification["shielded"]:
-        _step_aside(libc)
-    _prctl(libc, _PR_SET_CHILD_SUBREAPER, 1)
-    Supervisor(folder, specification, libc).run()
+        _step_aside()
+    endings.prctl(endings.PR_SET_CHILD_SUBREAPER, 1)
+    Supervisor(folder, specification).run()
 
 
 if __name__ == "__main__":

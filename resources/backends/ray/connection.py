@@ -52,11 +52,6 @@ class RayConnection:
         self._is_replaced = False
         self._connect()
 
-    @property
-    def address(self) -> str:
-        """Returns the address of the cluster for processes inside it."""
-        return self._gcs_address
-
     def is_open(self) -> bool:
         """Returns True if this process still has the connection that it made."""
         return self._ray.is_initialized() and self._context_key() == self._key
@@ -68,7 +63,7 @@ class RayConnection:
         """
         if not (self._is_replaced or self._through_client):
             with suppress(BackendUnavailable, self._ray.exceptions.RpcError):
-                _probe(self._gcs_address, self._asked)  # fails fast: the next line would retry for 40 s
+                _probe(self.address, self._asked)  # fails fast: the next line would retry for 40 s
                 self._is_replaced = self._id_of_cluster() != self._cluster_id
         return self._is_replaced
 
@@ -178,12 +173,13 @@ class RayConnection:
         if self._through_client:
             _leave_in_time(self._ray)
         context = self._ray.get_runtime_context()
-        self._gcs_address: str = context.gcs_address
+        self.address: str = context.gcs_address
+        """Address of the cluster for processes inside it."""
         self._cluster_id = None if self._through_client else self._id_of_cluster()
         self._key = self._context_key()
 
     def _id_of_cluster(self) -> Any:
-        return self._ray._raylet.GcsClient(self._gcs_address).cluster_id
+        return self._ray._raylet.GcsClient(self.address).cluster_id
 
     def _init(self) -> None:
         for left in reversed(range(_CONNECTING_TRIES)):
@@ -213,7 +209,7 @@ class RayConnection:
     def _probe(self) -> None:
         if not self._ray.is_initialized():
             raise unavailable(self._asked, "this process is not connected to it any more")
-        _probe(self._asked.removeprefix("ray://") if self._through_client else self._gcs_address, self._asked)
+        _probe(self._asked.removeprefix("ray://") if self._through_client else self.address, self._asked)
         if self.is_replaced():
             raise self._gone("the head was restarted")
 

@@ -120,9 +120,10 @@ def refusal(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) 
         return None
     largest = max(allowed, key=lambda node: tuple(node.total.get(name, 0.0) for name in ("GPU", "CPU", "memory")))
     types = sorted({name for node in allowed for name in node.gpu_types})
+    wanted = "a node with" if replicas == 1 else f"room for {replicas} ×"
     of_types = f"; GPUs in the cluster: {', '.join(types) or 'none'}" if "GPU" in share else ""
     return UnsatisfiableResources(
-        expected=f"{_nodes_with(replicas)} {share_text(share)}{_where(resources, before=' ')}",
+        expected=f"{wanted} {share_text(share)}{_where(resources, before=' ')}",
         found=f"room for {fits}; the largest node has {total_text(largest, share)}{of_types}",
         remedy="Ask for less, or for fewer replicas, or add nodes to the cluster.",
     )
@@ -171,10 +172,6 @@ def _all_of(refused: Sequence[UnsatisfiableResources | None]) -> UnsatisfiableRe
         found="; ".join(dict.fromkeys(each.found for each in refusals)),
         remedy=refusals[0].remedy,
     )
-
-
-def _nodes_with(replicas: int) -> str:
-    return "a node with" if replicas == 1 else f"room for {replicas} ×"
 
 
 def _where(resources: ResourceConfig, *, before: str = "") -> str:

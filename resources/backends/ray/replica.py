@@ -41,26 +41,22 @@ def run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes])
     `ask` calls a method of the controller by name. `fetch` gets an object from Ray's object store by name: `workspace`
     (the package) or `call` (a large pickled call).
     """
-    # The whole TPU host belongs to the job, so a lockfile is a leftover of an ended process.
-    with remove_tpu_lockfile_on_exit() if _is_tpu(order) else nullcontext():
-        return _run_process(order, ask=ask, fetch=fetch)
-
-
-def _run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes]) -> ProcessEnd:
     run = _Run(order, ask)
-    threading.Thread(target=run.end_on_request, daemon=True).start()
-    folder = Path(tempfile.mkdtemp(prefix=f"assay-{order.job.job_id}-"))
-    try:
+    # The whole TPU host belongs to the job, so a lockfile is a leftover of an ended process.
+    with remove_tpu_lockfile_on_exit() if run.is_tpu else nullcontext():
+        threading.Thread(target=run.end_on_request, daemon=True).start()
+        folder = Path(tempfile.mkdtemp(prefix=f"assay-{order.job.job_id}-"))
         try:
-            variables, specification = _prepare(order, folder, fetch)
-        except AssayError as error:
-            return ProcessEnd(outcome="refused", reason=refusal_text(error))
-        if not run.start(folder, specification, variables):
-            return ProcessEnd(outcome="stopped")
-        return run.report_until_ended()
-    finally:
-        run.close()
-        shutil.rmtree(folder, ignore_errors=True)
+            try:
+                variables, specification = _prepare(order, folder, fetch)
+            except AssayError as error:
+                return ProcessEnd(outcome="refused", reason=refusal_text(error))
+            if not run.start(folder, specification, variables):
+                return ProcessEnd(outcome="stopped")
+            return run.report_until_ended()
+        finally:
+            run.close()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -> tuple[dict[str, str], dict[str, Any]]:
@@ -92,16 +88,12 @@ def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -
     return variables_of(job.environment, python=python, defaults=defaults, given=given), specification
 
 
-def _is_tpu(order: ProcessOrder) -> bool:
-    return isinstance(order.job.resources.device, TpuConfig)
-
-
 class _Run:
     def __init__(self, order: ProcessOrder, ask: Ask) -> None:
         self._attempt = {"job_id": order.job.job_id, "attempt": order.attempt}
         self._process = (order.replica, order.host)
         self._ask = ask
-        self._is_tpu = _is_tpu(order)
+        self.is_tpu = isinstance(order.job.resources.device, TpuConfig)
         self._lock = threading.Lock()
         self._told_to_end = False
         self._closed = threading.Event()
@@ -168,7 +160,7 @@ class _Run:
         status = self._status()
         outcome = status.get("status")
         if outcome == "failed" and status["failures"]:
-            outcome = "preempted" if self._is_tpu and preemption_announced() else "failed"
+            outcome = "preempted" if self.is_tpu and preemption_announced() else "failed"
         elif outcome != "succeeded" and not (outcome == "stopped" and self._told_to_end):
             outcome = "preempted"  # the process or its supervisor was ended from outside
         code = next((replica["exit_code"] for replica in status.get("replicas", [])), None)

@@ -33,7 +33,7 @@ from resources.backends.processes import (
     workspace_of,
 )
 from resources.backends.slurm.resources import check_nodes, refuse_what_slurm_lacks, sbatch_options, warning_seconds
-from resources.backends.slurm.slurm import Slurm, limit_warning
+from resources.backends.slurm.slurm import Slurm
 from resources.backends.slurm.states import LOST, Seen, after_failed_launch, from_outside
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, JobTimeout, UnsatisfiableResources
@@ -296,7 +296,7 @@ class SlurmClient(Client):
         replace_text(folder / _LEASE, str(time.time()))
         program = [sys.executable, "-E", "-s", "-S", str(PROGRAMS / "slurm_batch.py"), str(folder)]
         options = sbatch_options(request.resources, self._slurm.nodes(), replicas=request.replica_count)
-        options.append(limit_warning(warning_seconds(self._slurm.options.get("time"))))
+        options.append(f"--signal=B:USR1@{warning_seconds(self._slurm.options.get('time'))}")  # before the time limit
         try:
             slurm_id = self._slurm.submit(
                 options, script=f"exec {shlex.join(program)}", name=request.name, folder=folder, variables=variables

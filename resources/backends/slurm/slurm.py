@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -23,6 +24,7 @@ _NOT_ANSWERING = (
 )
 _FORGOTTEN, _NO_ACCOUNTING = "Invalid job id", "accounting storage is disabled"
 _CONFIGURATION = "SLURM_CONF"
+_OF_AN_ALLOCATION = re.compile(rf"(?!{_CONFIGURATION}$)(SLURMD?|SRUN)_")
 _NODES_KNOWN_SECONDS = 60.0
 
 
@@ -135,8 +137,9 @@ class Slurm:
             answer = self._run("sinfo", "--noheader", "--exact", "--format=%D|%c|%m|%d|%P|%G", *mine)
             nodes = nodes_of(self._stdout(answer), default_only=not self.partition)
             if not nodes:
+                names = self._run("sinfo", "--noheader", "--format=%R").stdout.split()
                 raise BadInput(
-                    expected=f"a partition of this Slurm: {self._partitions()}",
+                    expected=f"a partition of this Slurm: {', '.join(names)}",
                     found=self.partition or "none that is the default",
                     remedy="Name a partition in the address: slurm://partition.",
                 )
@@ -148,9 +151,6 @@ class Slurm:
         blocks = self._run("scontrol", "--oneliner", "show", "partition", name).stdout.splitlines()
         mine = [block for block in blocks if self.partition or " Default=YES " in block]
         return any("PreemptMode=" in block and "PreemptMode=OFF" not in block for block in mine)
-
-    def _partitions(self) -> str:
-        return ", ".join(self._run("sinfo", "--noheader", "--format=%R").stdout.split())
 
     def _stdout(self, answer: subprocess.CompletedProcess[str]) -> str:
         if answer.returncode:
@@ -164,10 +164,12 @@ class Slurm:
         if path is None:
             raise _unavailable(f"no program {program} on the PATH")
         environment = process_environment() if variables is None else {**variables_like(_CONFIGURATION), **variables}
+        # Slurm would take variables of an enclosing job as options of the new job.
+        environment = {name: value for name, value in environment.items() if not _OF_AN_ALLOCATION.match(name)}
         try:
             answer = subprocess.run(
                 [path, *arguments],
-                env={name: value for name, value in environment.items() if not is_of_an_allocation(name)},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -180,16 +182,6 @@ class Slurm:
         if answer.returncode and any(words in answer.stderr for words in _NOT_ANSWERING):
             raise _unavailable(answer.stderr.strip())
         return answer
-
-
-def is_of_an_allocation(variable: str) -> bool:
-    """Returns True for variables of the enclosing Slurm job, which Slurm would take as options of the new job."""
-    return variable.startswith(("SLURM_", "SLURMD_", "SRUN_")) and variable != _CONFIGURATION
-
-
-def limit_warning(seconds: int) -> str:
-    """Returns the option of `sbatch` that signals the batch program before the time limit."""
-    return f"--signal=B:USR1@{seconds}"
 
 
 def _unavailable(problem: str) -> BackendUnavailable:

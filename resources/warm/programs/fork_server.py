@@ -13,27 +13,26 @@ requester is gone. The server itself only accepts and forks.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import select
 import signal
 import socket
 import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).parent))  # -I leaves the script's folder out of the path
+# -I leaves the script's folder out of the path.
+sys.path.insert(0, str(Path(__file__).parents[2] / "backends" / "programs"))
+sys.path.insert(0, str(Path(__file__).parent))
+import endings
 from run_forked import ENDED, READY, REFUSED, Program, become_fresh
 
-del sys.path[0]
+del sys.path[:2]
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _BACKLOG = 512
 _PARENT_POLL_SECONDS = 1.0  # interval of checks for the parent; the kernel may not signal its death
 _REQUEST_SECONDS = 30.0  # a requester sends its request at once
@@ -51,7 +50,7 @@ class ForkServer:
         self._subreapers: set[int] = set()
         self._parent = os.getppid()
         self._stopping = False
-        self._wake_fd, self._wake_write_fd = _wake_pipe()
+        self._wake_fd, self._wake_write_fd = endings.wake_pipe()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
@@ -59,11 +58,9 @@ class ForkServer:
     def serve(self) -> None:
         """Forks until a stop signal, or until its parent is gone; then ends every run."""
         while not self._stopping and os.getppid() == self._parent:
-            ready, _, _ = select.select([self._listener, self._wake_fd], [], [], _PARENT_POLL_SECONDS)
-            if self._wake_fd in ready:
-                _drain(self._wake_fd)
-                self._reap()
-            if self._listener in ready:
+            ready = endings.wait_for(self._wake_fd, self._listener, seconds=_PARENT_POLL_SECONDS)
+            self._reap()
+            if ready:
                 connection, _ = self._listener.accept()
                 with connection:
                     if _is_of_this_user(connection):
@@ -72,8 +69,8 @@ class ForkServer:
         deadline = time.monotonic() + _KILL_SECONDS
         while self._subreapers and time.monotonic() < deadline:
             for subreaper in self._subreapers:
-                _send(subreaper, signal.SIGTERM)
-            _drain(self._wake_fd, _SWEEP_SECONDS)
+                endings.send_signal(subreaper, signal.SIGTERM)
+            endings.wait_for(self._wake_fd, seconds=_SWEEP_SECONDS)
             self._reap()
 
     def _fork_subreaper(self, connection: socket.socket) -> None:
@@ -87,7 +84,7 @@ class ForkServer:
             self._subreapers.add(subreaper)
             return
         try:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            endings.prctl(endings.PR_SET_PDEATHSIG, signal.SIGTERM)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
             self._listener.close()
@@ -102,13 +99,13 @@ class ForkServer:
 
     def _reap(self) -> None:
         killed = False
-        for pid, returncode in _ended_children():
+        for pid, returncode in endings.ended_children():
             self._subreapers.discard(pid)
             killed = killed or returncode != 0
         if killed:
-            for pid in [pid for pid, parent in _parents().items() if parent == os.getpid()]:
+            for pid in [pid for pid, (parent, _) in endings.living_processes().items() if parent == os.getpid()]:
                 if pid not in self._subreapers:
-                    _send(pid, signal.SIGKILL)
+                    endings.send_signal(pid, signal.SIGKILL)
 
     def _stop(self, number: int, frame: object) -> None:
         self._stopping = True
@@ -122,12 +119,12 @@ class Subreaper:
         self._connection = connection
         self._child = 0
         self._returncode: int | None = None
-        self._wake_fd, self._wake_write_fd = _wake_pipe()
+        self._wake_fd, self._wake_write_fd = endings.wake_pipe()
         self._told_to_end = False
 
     def keep(self) -> None:
         """Forks the child, forwards signals to it, and reports its exit code."""
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        endings.prctl(endings.PR_SET_CHILD_SUBREAPER, 1)
         self._connection.sendall(READY)
         self._connection.settimeout(_REQUEST_SECONDS)
         request, descriptors = _receive_request(self._connection)
@@ -155,14 +152,11 @@ class Subreaper:
             self._connection.sendall(ENDED + struct.pack("!i", returncode))
 
     def _watch(self) -> None:
-        sources: list[Any] = [self._connection, self._wake_fd]
         self._reap()
         while self._returncode is None and not self._told_to_end:
-            ready, _, _ = select.select(sources, [], [])
-            if self._wake_fd in ready:
-                _drain(self._wake_fd)
-                self._reap()
-            if self._connection in ready:
+            ready = endings.wait_for(self._wake_fd, self._connection, seconds=None)
+            self._reap()
+            if ready:
                 try:
                     numbers = self._connection.recv(64)
                 except OSError:
@@ -177,7 +171,7 @@ class Subreaper:
             try:
                 os.killpg(self._child, number)
             except (ProcessLookupError, PermissionError):
-                _send(self._child, number)  # the child has not created its process group yet
+                endings.send_signal(self._child, number)  # the child has not created its process group yet
 
     def _end_everything(self) -> None:
         deadline = time.monotonic() + _KILL_SECONDS
@@ -187,11 +181,11 @@ class Subreaper:
             if not left:
                 return
             for pid in left:
-                _send(pid, signal.SIGKILL)
-            _drain(self._wake_fd, _SWEEP_SECONDS)
+                endings.send_signal(pid, signal.SIGKILL)
+            endings.wait_for(self._wake_fd, seconds=_SWEEP_SECONDS)
 
     def _reap(self) -> None:
-        for pid, returncode in _ended_children():
+        for pid, returncode in endings.ended_children():
             if pid == self._child:
                 self._returncode = returncode
 
@@ -201,8 +195,8 @@ class Subreaper:
     def _become_child(self, request: dict[str, Any], descriptors: list[int], subreaper: int) -> NoReturn:
         try:
             os.setsid()
-            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            endings.prctl(endings.PR_SET_CHILD_SUBREAPER, 0)
+            endings.prctl(endings.PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != subreaper:
                 os._exit(1)
             self._connection.close()
@@ -235,47 +229,10 @@ def _received(connection: socket.socket, length: int, start: bytes = b"") -> byt
     return content
 
 
-def _wake_pipe() -> tuple[int, int]:
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(read_fd, False)
-    os.set_blocking(write_fd, False)
-    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    return read_fd, write_fd
-
-
-def _drain(wake_fd: int, seconds: float = 0.0) -> None:
-    if select.select([wake_fd], [], [], seconds)[0]:
-        os.read(wake_fd, 4096)
-
-
-def _ended_children() -> Iterator[tuple[int, int]]:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, os.waitstatus_to_exitcode(status)
-
-
-def _parents() -> dict[int, int]:
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-            state, parent, threads = fields[0], int(fields[1]), int(fields[17])
-        except (OSError, ValueError, IndexError):
-            continue
-        if state not in (b"Z", b"X") or threads > 1:  # the main thread may have ended alone
-            parents[int(folder.name)] = parent
-    return parents
-
-
 def _descendants(ancestor: int) -> set[int]:
-    parents = _parents()
+    table = endings.living_processes()
     family = {ancestor}
-    while grown := {pid for pid, parent in parents.items() if parent in family} - family:
+    while grown := {pid for pid, (parent, _) in table.items() if parent in family} - family:
         family |= grown
     return family - {ancestor}
 
@@ -287,20 +244,10 @@ def _is_of_this_user(connection: socket.socket) -> bool:
     return struct.unpack("3i", credentials)[1] == os.getuid()
 
 
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
 def main(arguments: list[str]) -> None:
     """Listens, preloads, serves."""
     path, program_path = Path(arguments[0]), Path(arguments[1])
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    endings.prctl(endings.PR_SET_CHILD_SUBREAPER, 1)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         mask = os.umask(0o177)
