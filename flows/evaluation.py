@@ -19,21 +19,25 @@ from tasks.running.expected import check_budget, tell
 from tasks.running.planning import Plan, plan_checkpoints
 from tasks.running.provisioning import provisioned
 from tasks.running.scheduler import schedule_cells, stage_tokenizers
-from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluation import EvaluationConfig, StepsFrom
 from tasks.verdicts.gate import Gate
 
 
 @pipeline("evaluate-checkpoint", run_name="evaluate {config.place} · {config.asked}")
-def evaluate_checkpoint(config: EvaluationConfig, gate: Gate | None = None) -> list[Record]:
+def evaluate_checkpoint(
+    config: EvaluationConfig, gate: Gate | None = None, steps_from: StepsFrom | None = None
+) -> list[Record]:
     """Evaluates a checkpoint: that at model_path, or the newest complete checkpoint below it if configured so.
 
     Args:
         config: The evaluation.
         gate: Gate on its scores; the flow run fails on NO-GO.
+        steps_from: An expression for the step in the checkpoint's path, as in a selection of checkpoints.
     """
     config = with_pinned_model(config)
     latest = config.discover_latest_checkpoint
-    checkpoint = discover_checkpoint(config.model_path, latest=latest, **layouts_for([config]))
+    layouts = layouts_for([config])
+    checkpoint = discover_checkpoint(config.model_path, latest=latest, steps_from=steps_from, **layouts)
     return evaluate(plan_checkpoints([config], [checkpoint], gate=gate), gate=gate)
 
 

@@ -51,7 +51,8 @@ def train_and_evaluate(config: TrainAndEvaluateConfig, gate: Gate | None = None)
     failure: AssayError | None = None
     with nullcontext() if trained else training(config.training) as job:
         report_event("trained already" if job is None else f"training as job {job.job_id}")
-        exports = ArrivingCheckpoints(config.exports, every_n_steps=config.every_n_steps)
+        every, steps_from = config.every_n_steps, config.steps_from
+        exports = ArrivingCheckpoints(config.exports, every_n_steps=every, steps_from=steps_from)
         folder = claims_folder(configs[0].evaluation_path, configs[0].run_name)
         claimed = ClaimedCells([], wait=True, folder=folder)
 

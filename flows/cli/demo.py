@@ -68,7 +68,7 @@ def demo(
             prepare(folder, steps=steps or 360, console=ERR)
             result = run_demo(folder, console=ERR)
         after = next_steps(folder)
-    show_series(result, as_json=as_json)
+    show_series(result, shown=print_json if as_json else None)
     if after and not as_json:
         say(after)
 

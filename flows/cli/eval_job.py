@@ -186,7 +186,7 @@ def run(
 
     path = prepared.evaluation.evaluation_path
     result = run_series(evaluate, evaluation_path=path, run_name=prepared.run_name, console=ERR)
-    show_series(result, as_json=as_json)
+    show_series(result, shown=print_json if as_json else None)
     require_tracked(result.records, prepared.sink)
 
 

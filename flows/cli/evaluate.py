@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -61,6 +62,47 @@ def evaluate(
         config: YAML file with an EvaluationConfig, in place of options.
         dry_run: Only show what would be evaluated, on which machines, at what price.
     """
+    parts: dict[str, Any] = {"options": options, "config": config, "engines": engines, "sending": sending}
+    parts |= {"gating": gating, "deciding": deciding, "dry_run": dry_run}
+    try:
+        _evaluate(selecting, print_json if as_json else None, **parts)
+    except SeveralSeries as several:
+        _evaluate_each([replace(selecting, series=name) for name in several.names], parts, as_json=as_json)
+
+
+def _evaluate_each(series: Sequence[SelectionOptions], parts: dict[str, Any], *, as_json: bool) -> None:
+    errors: list[AssayError] = []
+    documents: dict[str, Any] = {}
+    for selecting in series:
+        name = str(selecting.series)
+        if not as_json:
+            say(f"Series {name}:")
+        try:
+            _evaluate(selecting, partial(documents.__setitem__, name) if as_json else None, **parts)
+        except AssayError as error:
+            errors.append(error)
+            if as_json:
+                documents.setdefault(name, {"error": error.as_values()})
+            else:
+                say(str(error))
+    if as_json:
+        print_json({"series": documents})
+    if errors:
+        raise errors[0]
+
+
+def _evaluate(
+    selecting: SelectionOptions,
+    shown: Callable[[Any], None] | None,
+    *,
+    options: EvaluationOptions,
+    config: str | None,
+    engines: PoolOptions,
+    sending: WorkPoolOptions,
+    gating: GateOptions,
+    deciding: EarlyOptions,
+    dry_run: bool,
+) -> None:
     gate, selection = deciding.applied_to(gating.loaded()), selecting.selection()
     if sending.on_work_pool and gating.summary is not None:
         raise BadInput(
@@ -75,54 +117,34 @@ def evaluate(
         steps = undecided_steps(configs[0].evaluation_path, configs[0].run_name)
         changed = {"which": "all", "steps": selection.steps or steps, "every_n_steps": None}
         selection = selection.model_copy(update=changed)
-    try:
-        if dry_run:
-            _show_plan(configs, selection, egress_usd=egress_usd if sending.on_work_pool else None, as_json=as_json)
-            return
-        if sending.on_work_pool:
-            from flows.console.on_work_pool import send  # with Prefect, which takes seconds
+    if dry_run:
+        _show_plan(configs, selection, egress_usd=egress_usd if sending.on_work_pool else None, shown=shown)
+        return
+    if sending.on_work_pool:
+        from flows.console.on_work_pool import send  # with Prefect, which takes seconds
 
-            limits: dict[str, Any] = {"max_egress_usd": egress_usd, "max_usd": max_usd}
-            show_series(send(request, suite, selection, gate=gate, on_event=note, **limits), as_json=as_json)
-            return
+        limits: dict[str, Any] = {"max_egress_usd": egress_usd, "max_usd": max_usd}
+        show_series(send(request, suite, selection, gate=gate, on_event=note, **limits), shown=shown)
+        return
 
-        def run() -> list[Record]:
-            from flows.suites import evaluate_request
+    def run() -> list[Record]:
+        from flows.suites import evaluate_request
 
-            return evaluate_request(request, suite, selection, gate)
+        return evaluate_request(request, suite, selection, gate)
 
-        with ExitStack() as limited:
-            limited.enter_context(variable_set(MAX_EGRESS_VARIABLE, str(egress_usd)))
-            if max_usd is not None:
-                limited.enter_context(variable_set(MAX_USD_VARIABLE, str(max_usd)))
-            result = run_series(
-                run,
-                evaluation_path=configs[0].evaluation_path,
-                run_name=configs[0].run_name,
-                console=ERR,
-                request=Request(configs, selection, gate),
-            )
-        write_summaries([result.verdict] if result.verdict else [], gating.summary)
-        show_series(result, as_json=as_json, sinks=configs[0].sinks)
-    except SeveralSeries as several:
-        if as_json:
-            raise
-        parts: dict[str, Any] = {"options": options, "config": config, "engines": engines, "sending": sending}
-        parts |= {"gating": gating, "deciding": deciding, "dry_run": dry_run}
-        _evaluate_each([replace(selecting, series=name) for name in several.names], parts)
-
-
-def _evaluate_each(series: Sequence[SelectionOptions], others: dict[str, Any]) -> None:
-    errors: list[AssayError] = []
-    for selecting in series:
-        say(f"Series {selecting.series}:")
-        try:
-            evaluate(selecting=selecting, **others)
-        except AssayError as error:
-            errors.append(error)
-            say(str(error))
-    if errors:
-        raise errors[0]
+    with ExitStack() as limited:
+        limited.enter_context(variable_set(MAX_EGRESS_VARIABLE, str(egress_usd)))
+        if max_usd is not None:
+            limited.enter_context(variable_set(MAX_USD_VARIABLE, str(max_usd)))
+        result = run_series(
+            run,
+            evaluation_path=configs[0].evaluation_path,
+            run_name=configs[0].run_name,
+            console=ERR,
+            request=Request(configs, selection, gate),
+        )
+    write_summaries([result.verdict] if result.verdict else [], gating.summary)
+    show_series(result, shown=shown, sinks=configs[0].sinks)
 
 
 def _requested(
@@ -155,11 +177,15 @@ def train_and_evaluate(
         lambda: flow(training, gate), evaluation_path=first.evaluation_path, run_name=first.run_name, console=ERR
     )
     write_summaries([result.verdict] if result.verdict else [], gating.summary)
-    show_series(result, as_json=as_json)
+    show_series(result, shown=print_json if as_json else None)
 
 
 def _show_plan(
-    configs: tuple[EvaluationConfig, ...], selection: CheckpointSelection, *, egress_usd: float | None, as_json: bool
+    configs: tuple[EvaluationConfig, ...],
+    selection: CheckpointSelection,
+    *,
+    egress_usd: float | None,
+    shown: Callable[[Any], None] | None,
 ) -> None:
     if egress_usd is None:
         plan = plan_of(Request(configs, selection))
@@ -167,8 +193,8 @@ def _show_plan(
         from flows.console.on_work_pool import plan_elsewhere
 
         plan = plan_elsewhere(configs, selection, max_egress_usd=egress_usd)
-    if as_json:
-        print_json(plan.as_dict())
+    if shown is not None:
+        shown(plan.as_dict())
     else:
         say(*plan.lines())
 
@@ -270,10 +296,13 @@ def _device(resources: ResourceConfig) -> list[str]:
             return [f"TPU slice {' or '.join(types)}"]
 
 
-def show_series(result: SeriesResult, *, as_json: bool, sinks: Sequence[Sink] = ()) -> None:
-    """Prints the results of a series and their locations at sinks; raises its error at the end, for the exit code."""
-    if as_json:
-        print_json(
+def show_series(
+    result: SeriesResult, *, shown: Callable[[Any], None] | None = None, sinks: Sequence[Sink] = ()
+) -> None:
+    """Prints the results of a series and their locations at sinks, or gives them as JSON values to `shown`; raises its
+    error at the end, for the exit code."""
+    if shown is not None:
+        shown(
             {
                 "evaluated": result.evaluated,
                 "already_recorded": result.already_recorded,

@@ -15,13 +15,12 @@ from flows.console.console import ERR, OUT, Json, print_json, say
 from flows.console.live import live_view
 from resources.errors import AssayError, BadInput
 from resources.storage import storage
-from tasks.checkpoints.run_snapshot import expand_runs
 from tasks.errors import PrefectUnavailable
 from tasks.policies.batches import Batch
 from tasks.policies.policy import Policy, own_gate
 from tasks.policies.reconciliation import Reconciliation, RunListing
 from tasks.policies.reconciliation import reconcile as decide
-from tasks.policies.snapshot import Estimates, run_folder, take_snapshot
+from tasks.policies.snapshot import Estimates, run_folders, take_snapshot
 from tasks.policies.views import cost_lines, gaps_json, gaps_table, plan_json, plan_table, status_json, status_tables
 from tasks.prefect_server.progress import Event, Judged, Notice, RaisedAlert, Update, listening
 from tasks.records.record import find_records, read_records
@@ -29,7 +28,7 @@ from tasks.records.verdicts import Verdict
 from tasks.reports.artifacts import REPORT_NAME
 from tasks.reports.page import write_report
 from tasks.spec.loading import load_config
-from tasks.spec.names import how_many, name_of
+from tasks.spec.names import how_many
 from tasks.verdicts.alert_files import acknowledge as write_acknowledgement
 from tasks.verdicts.alert_files import alerts_table, list_alerts
 from tasks.verdicts.alert_files import chosen as chosen_alerts
@@ -245,8 +244,7 @@ def reconcile(policy: PolicyFile, /, *, gating: GateOptions = GateOptions(), as_
 
 def _record_folders(where: str) -> list[str]:
     if where.endswith((".yaml", ".yml", ".json")):
-        policy = load_config(where, Policy)
-        return [run_folder(policy, name_of(run)[0]) for run in expand_runs(policy.runs)]
+        return [*run_folders(load_config(where, Policy)).values()]
     if not find_records(where):
         raise BadInput(
             expected=f"a policy's YAML file, or a folder with records: {where}",

@@ -30,8 +30,8 @@ from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.labels import order_of
-from tasks.spec.names import in_few_words, name_of
-from tasks.spec.steps import is_export, step_of
+from tasks.spec.names import in_few_words, name_of, name_of_series
+from tasks.spec.steps import has_step, is_export, step_of
 from tasks.spec.suites import SuiteRequest
 
 Request = TypeVar("Request", EvaluationConfig, SuiteRequest)
@@ -77,7 +77,12 @@ def find_checkpoints(
     names = counted(names, {folder: folder in models for folder in exports}, models.__getitem__)
     for text in (*names.notes, *not_alike(path, names, models)):
         note(text)
-    found = layouts.found(names, lambda at, own: _named(exports[at], own), kinds, reference=reference, options=options)
+
+    def export(folder: str, own: Named) -> Checkpoint:
+        made = exports[folder]
+        return replace(made, run=own.run, name=own.name, step=own.step, label=own.label, series=own.series)
+
+    found = layouts.found(names, export, kinds, reference=reference, options=options)
     checkpoints = [replace(made, uri=options.at(made.uri)) if options else made for made, _ in found]
     if not checkpoints:
         raise NoCheckpoints(
@@ -88,20 +93,15 @@ def find_checkpoints(
     return sorted(checkpoints, key=lambda each: (order_of(each.step, each.label), each.modified, each.uri))
 
 
-def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoint | None:
+def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED, steps_from: str | None = None) -> Checkpoint | None:
     """Returns the checkpoint in a folder, complete or not, or None. An export within it counts as the folder's."""
     try:
-        checkpoints = find_checkpoints(folder, kinds=kinds)
+        checkpoints = find_checkpoints(folder, kinds=kinds, steps_from=steps_from)
     except BadInput:
         return None
     own = storage.behind_link(folder)
     inside = {each.uri: [part for part in each.uri.removeprefix(own).split("/") if part] for each in checkpoints}
     return next((each for each in checkpoints if all(map(is_export, inside[each.uri]))), None)
-
-
-def has_step(name: str) -> bool:
-    """Returns True for a branch or tag of a repository that is a checkpoint of its run."""
-    return step_of(name) is not None
 
 
 class Layouts(NamedTuple):
@@ -133,16 +133,9 @@ class Layouts(NamedTuple):
         reference: str | None,
         options: Override | None,
     ) -> Iterator[tuple[Checkpoint, Sequence[FileInfo]]]:
-        """Yields the checkpoints that count, with their files: native checkpoints and training states only if their
-        step has no complete export, and states only if no export lies in them.
-
-        Args:
-            names: those that count.
-            export: makes the checkpoint of an export's folder.
-            kinds: layouts that can be evaluated; others are incomplete.
-            reference: as in `find_checkpoints`.
-            options: of the run, for its reference.
-        """
+        """Yields the checkpoints with `names`, with their files: native checkpoints and training states only if their
+        step has no complete export, and states only if no export lies in them. `export`: makes the checkpoint of an
+        export's folder. `kinds` and `reference`: as in `find_checkpoints`. `options`: of the run, for its reference."""
         complete: set[tuple[str, int]] = set()
         for folder, held, named in self.named_exports(names):
             made = export(folder, named)
@@ -227,10 +220,6 @@ def _upwards(folder: str) -> Iterator[str]:
 def checkpoint_of(named: Named, uri: str, modified: float, **more: Any) -> Checkpoint:
     """Returns a checkpoint under a name; `more` are further fields of it."""
     return Checkpoint(uri, named.run, named.name, named.step, modified, label=named.label, series=named.series, **more)
-
-
-def _named(checkpoint: Checkpoint, named: Named) -> Checkpoint:
-    return replace(checkpoint, run=named.run, name=named.name, step=named.step, label=named.label, series=named.series)
 
 
 def _levanter(folder: str, files: Sequence[FileInfo], named: Named, reference: str | None) -> Checkpoint:
@@ -318,10 +307,15 @@ def _lacks_tokenizer(checkpoint: Checkpoint) -> bool:
 
 @step(task_run_name="look at {path}")
 def discover_checkpoint(
-    path: str, *, latest: bool, kinds: Collection[Kind] = SERVED, reference: str | None = None
+    path: str,
+    *,
+    latest: bool,
+    kinds: Collection[Kind] = SERVED,
+    reference: str | None = None,
+    steps_from: str | None = None,
 ) -> Checkpoint:
     """Returns the single checkpoint at a path or, with `latest`, the newest complete checkpoint below it."""
-    checkpoints = discover.fn(path, CheckpointSelection(), kinds=kinds, reference=reference)
+    checkpoints = discover.fn(path, CheckpointSelection(steps_from=steps_from), kinds=kinds, reference=reference)
     if len(checkpoints) > 1 and not latest:
         raise BadInput(
             expected=f"a single checkpoint at {path}",
@@ -346,9 +340,8 @@ def with_pinned_model(config: Request) -> Request:
 
 def of_series(config: Request, series: str | None) -> Request:
     """Returns a request under the name of its run's series, if a series is selected."""
-    if series in (None, ".") or config.run_name.endswith(f"-{series}"):
-        return config
-    return config.model_copy(update={"model_name": f"{config.run_name}-{series}"})
+    name = name_of_series(config.run_name, series)
+    return config if name == config.run_name else config.model_copy(update={"model_name": name})
 
 
 def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:

@@ -30,12 +30,13 @@ from resources.storage.mlflow_artifacts import in_mlflow, real_location
 from resources.storage.regular_files import read_cached
 from resources.storage.tree_signature import list_tree
 from tasks.checkpoints.checkpoint import Checkpoint, Inputs, Kind
-from tasks.checkpoints.discovery import checkpoint_of, has_step, layouts_in
+from tasks.checkpoints.discovery import checkpoint_of, layouts_in
 from tasks.checkpoints.frameworks import is_about_marks
 from tasks.checkpoints.naming import Named, counted
 from tasks.spec.evaluation import digest_of
 from tasks.spec.labels import InRun
 from tasks.spec.names import name_of
+from tasks.spec.steps import has_step
 
 _LOOKS_AT_ONCE = 16  # each read of an object store waits for the network
 _RANGES = 8  # ranges of names, in which a known run is listed in parallel
@@ -71,6 +72,10 @@ class SeenCheckpoint(InRun):
     @property
     def complete(self) -> bool:
         return not self.problems
+
+    def run_in(self, place: str) -> str:
+        """Returns the name of its run, or of its series, by the path of the run that was listed."""
+        return "-".join(filter(None, (name_of(place)[0], self.series)))
 
 
 def listing_digest(files: Mapping[str, FileInfo], *, reference: ModelFolder | None = None) -> str:

@@ -18,15 +18,14 @@ from pydantic import ValidationError
 
 from resources.errors import AssayError, BadInput
 from resources.jobs.jobs import Client
-from tasks.checkpoints.run_snapshot import expand_runs
 from tasks.policies.dispatch import read_dispatches
 from tasks.policies.policy import Policy, write_override
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, reconcile
-from tasks.policies.snapshot import run_folder, take_snapshot
+from tasks.policies.snapshot import run_folder, run_folders, take_snapshot
 from tasks.prefect_server.client import prefect_client, server_address
 from tasks.prefect_server.progress import report_event
 from tasks.running.claims.files import SeenClaim, claims_folder, end_claim, read_claims
-from tasks.spec.names import how_many, job_label, name_of
+from tasks.spec.names import how_many, job_label, name_of, name_of_series
 from tasks.spec.training import TrainAndEvaluateConfig
 
 CANCELLED_BY_COMMAND = "assay cancel"
@@ -133,8 +132,7 @@ def _override(
 def _claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
     if "policy" in parameters:
         policy = Policy.model_validate(parameters["policy"])
-        names = [name_of(run)[0] for run in expand_runs(policy.runs)]
-        return {name: claims_folder(policy.evaluation_path, name) for name in names}
+        return {name: claims_folder(policy.evaluation_path, name) for name in run_folders(policy)}
     folders: dict[str, str] = {}
     for key in ("config", "request"):
         request = parameters.get(key)
@@ -144,6 +142,7 @@ def _claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
         elif isinstance(request, Mapping) and {"evaluation_path", "model_path"} <= request.keys():
             model = (request.get("pool_config") or {}).get("model") or {}
             name = request.get("model_name") or model.get("name") or name_of(request["model_path"])[0]
+            name = name_of_series(name, (parameters.get("selection") or {}).get("series"))
             folders[name] = claims_folder(request["evaluation_path"], name)
     return folders
 

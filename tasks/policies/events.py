@@ -23,7 +23,6 @@ from tasks.policies.policy import Policy
 from tasks.prefect_server.client import every_page, prefect_client, send_events
 from tasks.prefect_server.lazy import in_flow_run
 from tasks.records.verdicts import Verdict
-from tasks.spec.names import name_of
 
 CHECKPOINT_COMPLETE = "checkpoint.complete"
 GATE_EVENTS = {"GO": "gate.go", "NO-GO": "gate.no-go"}
@@ -137,7 +136,7 @@ class WatchedRuns:
             fresh = [checkpoint for checkpoint in complete if (before or {}).get(checkpoint.uri) != checkpoint.listing]
             self._reported[run] = {checkpoint.uri: checkpoint.listing for checkpoint in complete}
             checkpoints += [
-                CompleteCheckpoint(seen.uri, name_of(run)[0], seen.name, seen.step, self._policy.name, seen.label)
+                CompleteCheckpoint(seen.uri, seen.run_in(run), seen.name, seen.step, self._policy.name, seen.label)
                 for seen in (fresh[-1:] if before is None else fresh)
             ]
         return checkpoints

@@ -66,6 +66,15 @@ def take_snapshot(
     return listings
 
 
+def run_folders(policy: Policy) -> dict[str, str]:
+    """Returns the folders of records of a policy's runs, and of the series of each, by name."""
+    names: dict[str, None] = {}
+    for run in expand_runs(policy.runs):
+        seen = snapshot_run(run, reference=policy.native_reference, steps_from=policy.steps_from)
+        names |= dict.fromkeys([name_of(run)[0], *sorted({each.run_in(run) for each in seen})])
+    return {name: run_folder(policy, name) for name in names}
+
+
 def _recorded(policy: Policy, run_name: str, *, use_index: bool) -> tuple[Sequence[SeenClaim], RunRecords]:
     claims = read_claims(claims_folder(policy.evaluation_path, run_name))  # first: those ending meanwhile have records
     return claims, indexed_records(run_folder(policy, run_name), use_index=use_index)

@@ -77,6 +77,11 @@ def _direct(parts: Sequence[str]) -> _Direct:
     return _Direct(run, own, stepped)
 
 
+def name_of_series(run: str, series: str | None) -> str:
+    """Returns the name of a selected series of a run: the run's own if there is none, or if it names the series."""
+    return run if series in (None, ".") or run.endswith(f"-{series}") else f"{run}-{series}"
+
+
 def name_of_merge(merge: Merge, named: Sequence[tuple[str, str, int]]) -> tuple[str, str, int]:
     """Returns run, name and step of a merged checkpoint, by run, name and step of each of its inputs."""
     run, _, last = named[-1]

@@ -63,6 +63,11 @@ def step_of(component: str) -> int | None:
     return stepped.step if stepped else None
 
 
+def has_step(name: str) -> bool:
+    """Returns True for a branch or tag of a repository that is a checkpoint of its run."""
+    return step_of(name) is not None
+
+
 def step_in(parts: Sequence[str], *, above: str = "", steps_from: str | None = None) -> Stepped | None:
     """Returns the step in the parts of a path: that of the last part with a word for a step. `above`: the name of the
     folder they lie in. `steps_from`: an expression for steps in place of the usual words."""

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from resources.config import Config, ResourceConfig, TpuConfig
 from resources.storage import storage
-from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluation import EvaluationConfig, StepsFrom
 from tasks.spec.model_parts import ModelParts
 from tasks.spec.names import in_few_words, is_relative, name_of
 from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
@@ -157,6 +157,8 @@ class TrainAndEvaluateConfig(Config):
     """As for a suite: the folder of its records, the resources of its engines."""
     every_n_steps: int | None = Field(default=None, ge=1)
     """Evaluate only the first step at or past each multiple of this, and the last step."""
+    steps_from: StepsFrom | None = None
+    """An expression for the steps in the names of the exports, as in a selection of checkpoints."""
     poll_seconds: float = Field(default=2.0, gt=0)
     """Time between two listings of the exports; a checkpoint is evaluated once two listings agree about it."""
 

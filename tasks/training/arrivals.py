@@ -34,10 +34,11 @@ _LOG_LINES = 40
 class ArrivingCheckpoints:
     """The checkpoints of a run: each is returned once it is complete, and again if it is rewritten. A checkpoint is
     read only after two listings agree about its files, so polling during a write is cheap. `every_n_steps`: return only
-    the first step at or past each multiple of this, and the last step."""
+    the first step at or past each multiple of this, and the last step. `steps_from`: an expression for their steps."""
 
-    def __init__(self, uri: str, *, every_n_steps: int | None = None) -> None:
+    def __init__(self, uri: str, *, every_n_steps: int | None = None, steps_from: str | None = None) -> None:
         self._uri = uri
+        self._steps_from = steps_from
         self._every = every_n_steps
         self._seen: dict[str, tuple[FileInfo, ...]] = {}
         self._looked_into: dict[str, tuple[FileInfo, ...]] = {}
@@ -59,7 +60,7 @@ class ArrivingCheckpoints:
         for folder in settled:
             if self._looked_into.get(folder) == now[folder]:
                 continue
-            checkpoint = checkpoint_at(folder)
+            checkpoint = checkpoint_at(folder, steps_from=self._steps_from)
             looked_into[folder] = now[folder]
             if checkpoint is not None and checkpoint.complete:
                 arrived.append(checkpoint)

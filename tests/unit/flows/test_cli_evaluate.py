@@ -58,6 +58,6 @@ def test_key_of_a_pool_at_an_address_may_be_in_a_block() -> None:
 def test_series_says_how_much_of_it_was_recorded_already(
     capsys: pytest.CaptureFixture[str], evaluated: int, recorded: int, message: str
 ) -> None:
-    show_series(SeriesResult([], evaluated, recorded, report=None, error=None, alerts=("Alert: x",)), as_json=False)
+    show_series(SeriesResult([], evaluated, recorded, report=None, error=None, alerts=("Alert: x",)))
     output = capsys.readouterr().out
     assert message in output and "Alert: x\n" in output

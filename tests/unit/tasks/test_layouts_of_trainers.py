@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,20 +11,14 @@ import pytest
 
 from fakes.cells import of_cell
 from fakes.cli import invoke
-from fakes.models import write_checkpoint, write_safetensors
+from fakes.layouts import DESCRIBED, OTHER, THIRD, WHOLE, write_layout
 from fakes.records import make_record
 from tasks.checkpoints.discovery import discover, discover_checkpoint, find_checkpoints, of_series
 from tasks.checkpoints.run_snapshot import snapshot_run
-from tasks.policies.policy import Policy
-from tasks.policies.reconciliation import reconcile
-from tasks.policies.snapshot import take_snapshot
 from tasks.records.details import cell_place
 from tasks.records.record import read_record, write_record
 from tasks.running.cells import plan_cells
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
-
-WHOLE, OTHER, THIRD = "whole", "whole 7", "whole 8"
-"""A complete checkpoint; its weights are those of its step, or of that number."""
 
 
 class Row(NamedTuple):
@@ -40,7 +33,6 @@ class Row(NamedTuple):
 
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json")
-DESCRIBED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 DCP = ("model_and_optim/.metadata", "model_and_optim/__0_0.distcp", ".metadata.json", "train/rank0.pt")
 ZERO = ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt")
 
@@ -184,61 +176,6 @@ ROWS: dict[str, Row] = {
 XFAIL: dict[str, str] = {}
 
 
-def write_layout(run: Path, folders: Mapping[str, str | tuple[str, ...]]) -> None:
-    """Writes what a row says; everything is old, so that verdicts on it are remembered."""
-    for pattern, content in folders.items():
-        for step in (100, 200) if "N" in pattern.replace("NeMo", "") and "STABLE" not in pattern else (0,):
-            place = run / pattern.replace("N", str(step)) if step else run / pattern
-            _write(place, content, step or _number(pattern))
-    for file in run.rglob("*"):
-        os.utime(file, (1_700_000_000, 1_700_000_000))
-
-
-def _write(place: Path, content: str | tuple[str, ...], seed: int) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, tuple):
-        for name in content:
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).write_text(json.dumps(_CONFIG if name == "config.json" else {}))
-        return
-    kind, _, number = content.partition(" ")
-    if kind not in ("whole", "no", "shards", "adapter"):
-        place.write_text(content)
-        return
-    if kind == "adapter":
-        write_adapter(place, base=place.parents[1] / "base", seed=seed)
-        return
-    made = place if not place.exists() else place / "made"
-    write_checkpoint(made, seed=int(number) if number.isdecimal() else seed, shards=2 if kind == "shards" else 1)
-    for file in list(made.iterdir()) if made != place else []:
-        file.rename(place / file.name)
-    if made != place:
-        made.rmdir()
-    if content == "no tokenizer":
-        (place / "tokenizer.json").unlink()
-        (place / "tokenizer_config.json").unlink()
-
-
-def write_adapter(folder: Path, *, base: Path, seed: int) -> None:
-    """Writes a LoRA of rank 1 on the embedding of a base, as PEFT does."""
-    if not base.exists():
-        write_checkpoint(base)
-    _write(folder, ("tokenizer.json", "tokenizer_config.json"), seed)
-    described = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["embed_tokens"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": str(base)}))
-    prefix = "base_model.model.model.embed_tokens.lora_embedding"
-    shapes = {f"{prefix}_A": (1, 16), f"{prefix}_B": (8, 1)}
-    write_safetensors(folder / "adapter_model.safetensors", seed=seed, parameters=shapes)
-
-
-_CONFIG: Mapping[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-
-
-def _number(pattern: str) -> int:
-    digits = "".join(letter for letter in pattern.rpartition("/")[2] if letter.isdigit())
-    return int(digits or 0) % 1000
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -266,39 +203,9 @@ def test_folder_of_a_trainer_has_the_run_steps_and_labels_that_it_means(tmp_path
         ]
 
 
-TWO_SERIES = ROWS["7 ms-swift"].folders
-
-
 def evaluation(run: Path, output: Path, **more: Any) -> EvaluationConfig:
     content = {"model_path": str(run), "evaluation_path": str(output), "evals": [{"name": "demo_facts"}], **more}
     return EvaluationConfig.model_validate({**content, "base_url": "http://127.0.0.1:9/v1"})
-
-
-def test_command_evaluates_each_series_under_a_name_of_its_own(tmp_path: Path) -> None:
-    run = tmp_path / "my-run"
-    write_layout(run, TWO_SERIES)
-    place = ["--eval", "demo_facts", "--base-url", "http://127.0.0.1:9/v1", "--output", tmp_path / "out", "--dry-run"]
-    result = invoke(["evaluate", "--model", run, *place])
-    assert result.exit_code == 0, result.output
-    for name in ("my-run-v0-2024-100", "my-run-v0-2024-200", "my-run-v1-2025-100", "my-run-v1-2025-200"):
-        assert f"  {name} · " in result.stdout
-    alone = invoke(["evaluate", "--model", run, *place, "--series", "v1-2025", "--step", "100"])
-    assert "my-run-v1-2025-100 · " in alone.stdout and "v0" not in alone.stdout
-    refused = invoke(["evaluate", "--model", run, *place, "--json"])
-    assert refused.exit_code == 3 and "--series v0-2024 or --series v1-2025" in str(refused.exception)
-
-
-def test_policy_lists_each_series_with_its_own_records(tmp_path: Path) -> None:
-    run = tmp_path / "my-run"
-    write_layout(run, TWO_SERIES)
-    content = {"name": "p", "runs": [str(run)], "suites": ["demo"], "evaluation_path": str(tmp_path / "out")}
-    policy = Policy.model_validate({**content, "steps_from": r"checkpoint-(\d+)"})
-    listings = take_snapshot(policy)
-    assert [listing.name for listing in listings] == ["my-run-v0-2024", "my-run-v1-2025"]
-    assert {each.config.run_name for each in listings[1].evaluations} == {"my-run-v1-2025"}
-    assert [seen.name for seen in listings[1].checkpoints] == ["my-run-v1-2025-100", "my-run-v1-2025-200"]
-    [suite] = {each.suites for each in listings[0].evaluations}
-    assert len(reconcile(listings, policy, now=0.0).work) == 4 * len(listings[0].evaluations), suite
 
 
 @pytest.mark.parametrize("former", [("my-run", 100), ("checkpoint-100-merged", 0)])
