@@ -12,12 +12,14 @@ from prefect import Flow, flow
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging.loggers import flow_run_logger
 
+from pools.weights.kept import keeping
 from resources.backends.current import current_client
 from resources.errors import AssayError
 from tasks.policies.actions import end_claims, end_jobs, stop_unfinished
 from tasks.policies.policy import Policy
 from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.flow_runs import end_task_runs, error_noted, note_ending
+from tasks.running.planning import report_unprotected
 from tasks.spec.loading import load_config
 from tasks.spec.names import how_many
 
@@ -28,13 +30,14 @@ R = TypeVar("R")
 def pipeline(name: str, run_name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
     """Makes a function a flow that leaves no claim and no job when it is cancelled or crashes.
 
-    Its errors are noted for clients that wait for it, and its end waits for an unreachable server.
+    The files of the checkpoints that it plans are kept until they are evaluated, or until its end. Its errors are noted
+    for clients that wait for it, and its end waits for an unreachable server.
     """
 
     def made(fn: Callable[P, R]) -> Flow[P, R]:
         @wraps(fn)
         def reported(*args: P.args, **kwargs: P.kwargs) -> R:
-            with error_noted(), end_reported():
+            with error_noted(), end_reported(), keeping(report_unprotected):
                 return fn(*args, **kwargs)
 
         # Prefect would look for the names of its annotations in this module.

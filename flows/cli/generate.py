@@ -90,6 +90,8 @@ class GenerationOutputOptions(OptionGroup):
     """Processes that ask the pool."""
     in_flight: int | None = None
     """Requests at once; as the pool has room when left out."""
+    protect: Annotated[bool, Parameter(negative="--no-protect")] = True
+    """Keep files of checkpoints until they have answered, though their trainer removes them."""
 
 
 def generate(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from flows.console.live import live_view
-from pools.weights.kept import keeping
 from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import settings
 from tasks.errors import OverBudget
@@ -26,7 +25,7 @@ from tasks.running.cells import Cell, conclude, standing_record
 from tasks.running.claimed_cells import put_away
 from tasks.running.conclude import conclude_by
 from tasks.running.expected import check_budget, tell
-from tasks.running.planning import Plan, Request, carrying_out, report_unprotected
+from tasks.running.planning import Plan, Request, carrying_out
 from tasks.running.warm import begun_early
 from tasks.sinks.publishing import missing_sinks
 
@@ -173,5 +172,4 @@ def _run_flow(flow: Callable[[], Result]) -> Result:
         if server is not None:
             using.enter_context(server.used())
         using.enter_context(readable_prefect_errors())
-        using.enter_context(keeping(report_unprotected))
         return flow()

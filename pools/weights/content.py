@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from resources.errors import StorageError
 from resources.settings import settings
 from resources.storage import storage
-from resources.storage.regular_files import open_within, read_cached
+from resources.storage.regular_files import open_within, path_of_open_file, read_cached, real_path
 from resources.storage.storage import FileInfo
 
 SETTLED_SECONDS = 3.0
@@ -43,9 +42,9 @@ def content_digest(file: FileInfo) -> bytes:
         return file.checksum.encode()
     if not storage.is_local(file.uri):  # a store without checksums, such as memory:// or MLflow's
         return _hash_in_ranges(file).encode()
-    path = storage.local_path(file.place).resolve()
+    path = Path(real_path(storage.local_path(file.place)))
     began, identity = time.time(), file_identity(path)
-    memory = _memory(identity)
+    memory = settings().cache_dir / "digests" / hash_of(repr(identity).encode())
     with suppress(OSError):  # it is missing, or belongs to another user
         return read_cached(memory)
     with os.fdopen(open_within(path), "rb") as content:
@@ -56,28 +55,7 @@ def content_digest(file: FileInfo) -> bytes:
     return digest
 
 
-@contextmanager
-def linking(*paths: Path) -> Iterator[None]:
-    """Keeps the cached digest of a file, the first path, known for all paths to it.
-
-    A hard link that is made or removed in the block changes a file's times, and would make its digest unknown.
-    """
-    known: tuple[tuple[int, ...], bytes] | None = None
-    with suppress(OSError):
-        identity = file_identity(paths[0])
-        known = identity[1:4], read_cached(_memory(identity))
-    yield
-    for path in paths:
-        with suppress(OSError, StorageError):
-            if known and (now := file_identity(path))[1:4] == known[0]:
-                storage.write_bytes(str(_memory(now)), known[1])
-
-
-def _memory(identity: tuple[str, int, int, int, int]) -> Path:
-    return settings().cache_dir / "digests" / hash_of(repr(identity).encode())
-
-
 def file_identity(path: Path) -> tuple[str, int, int, int, int]:
     """Returns values that change with a local file's content, even if size and modification time are restored."""
     status = path.stat()
-    return str(path), status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
+    return path_of_open_file(path) or str(path), status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns

@@ -22,7 +22,7 @@ from resources.jobs import inheritance
 from resources.settings import process_environment
 from resources.storage import storage
 from resources.storage.file_copy import CopyStopped
-from resources.storage.regular_files import open_within
+from resources.storage.regular_files import open_within, real_path
 
 _PROGRAM = Path(__file__).parent / "programs" / "make_weights.py"
 _SILENT_SECONDS = 1800.0  # a shard in torch's older format is read whole before its first line
@@ -64,7 +64,7 @@ def export_distributed(making: Making) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name in making.folder.weight_files:
-        place = storage.local_path(making.folder.files[name].place).resolve()
+        place = real_path(storage.local_path(making.folder.files[name].place))
         (folder / storage.basename(name)).symlink_to(place)
     _run(making, {"folder": str(folder), "target": str(target), "ties": _ties(making)})
     unwrap_names(target)

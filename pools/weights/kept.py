@@ -1,18 +1,21 @@
-"""Files of checkpoints that stay readable when a trainer removes the checkpoint: hard links, or else copies.
+"""Files of checkpoints that stay readable when a trainer removes the checkpoint: open files, or else copies.
 
-A kept checkpoint is an entry of a `BoundedFolder`, with a folder of files for each of its locations. Hard links need
-the same disk: the entry lies in the staging folder, if that is on it, or in `.assay-kept` of the outermost folder above
-the checkpoint that is on it and only this user's. Without links, checkpoints of a run of the last day are copied in the
-background. An entry stays while a process holds it; those of killed processes are removed with the next. transformers
-removes checkpoints by `shutil.rmtree` (rotate_checkpoints in trainer_utils.py), which other names of the files survive.
+A removed file has its content for as long as a process has it open, on the file systems in `_KEEPING`. Opening changes
+nothing that a listing shows (a hard link would change a file's times), and ends with the process. On others, such as
+NFS, which leaves a removed file in its folder while it is open, checkpoints of a run of the last day are copied in the
+background, into files without a name. A held checkpoint is a folder in `kept` of the staging folder, with links to
+the open files (`/proc/1/fd/2`), by which other processes of the user on this machine open them too.
+
+transformers removes checkpoints by `shutil.rmtree` (rotate_checkpoints in trainer_utils.py).
 """
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
+import resource
 import shutil
-import stat
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,147 +24,132 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from pools.weights.adapters.folder import base_location
-from pools.weights.content import hash_of, linking
+from pools.weights.content import hash_of
 from pools.weights.formats import ADAPTER_CONFIG, read_json
 from pools.weights.merges import locations_of, merge_of, with_each_location, with_options
-from pools.weights.model_files import ModelDigests, ModelFolder, served_files
+from pools.weights.model_files import ModelDigests, ModelFolder, checkpoint_files, served_files
 from pools.weights.overrides import override_of, without_options
 from resources.errors import AssayError, StorageError
 from resources.settings import settings
 from resources.storage import storage
-from resources.storage.bounded_folder import BoundedFolder, Hold, size_text
+from resources.storage.bounded_folder import size_text
 from resources.storage.file_copy import CopyStopped
-from resources.storage.listings import KEPT_FOLDER
-from resources.storage.regular_files import open_within
+from resources.storage.regular_files import open_within, real_path
 
+_KEEPING = frozenset(["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"])
 _TRAINING_SECONDS = 24 * 3600.0  # a run without changes for so long has no trainer that removes anything
 _BLOCK_BYTES = 2**25
+_MOST_OPEN = 2**16
+
+
+def keeps_removed_files(folder: Path) -> bool:
+    """Returns True if a folder is on a file system that keeps removed files while they are open, and hides them."""
+    with suppress(OSError, ValueError):
+        mounts = [line.split()[1:3] for line in reversed(Path("/proc/self/mounts").read_text().splitlines())]
+        around = [(at.encode().decode("unicode_escape"), kind) for at, kind in mounts]
+        return max((len(at), kind) for at, kind in around if folder.is_relative_to(at))[1] in _KEEPING
+    return False
 
 
 class Keeper:
     """Keeps checkpoints until nothing wants them, or the end of the `with` block.
 
-    `on_unprotected` gets the reason for the first checkpoint that cannot be kept.
+    `on_unprotected` gets the reason for the first checkpoint that cannot be kept. `by_opening` returns True for folders
+    whose files are kept open; those of others are copied.
     """
 
-    def __init__(self, on_unprotected: Callable[[str], object]) -> None:
+    def __init__(
+        self, on_unprotected: Callable[[str], object], *, by_opening: Callable[[Path], bool] = keeps_removed_files
+    ) -> None:
         self._on_unprotected = on_unprotected
+        self._by_opening = by_opening
         self._wanted_by: dict[str, set[str]] = {}
-        self._held: dict[str, tuple[BoundedFolder, str, Hold]] = {}
+        self._held: dict[str, Callable[[], None]] = {}
         self._sizes: dict[str, int] = {}
         self._changing = threading.RLock()
         self._closed = threading.Event()
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="keep")
-        self._cleared: set[Path] = set()
 
     def __enter__(self) -> Keeper:
+        _clear_left_over()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._copying.shutdown(cancel_futures=True)
-        for key in list(self._held):
-            self._let_go(key)
-        for place in self._cleared:  # engines that had an entry until they ended
-            _clear(BoundedFolder(place, max_bytes=0))
+        for let_go in self._held.values():
+            let_go()
 
-    def keep(self, folder: ModelFolder, digests: ModelDigests, *, wanted_by: Collection[str]) -> bool:
-        """Keeps the local files of a complete checkpoint; returns True if they were linked, which changes their times.
-
-        `wanted_by` are names of its users; see `release`.
-        """
-        if folder.kind != "huggingface" or not wanted_by or not (places := _places(folder.uri)):
-            return False
+    def keep(self, folder: ModelFolder, digests: ModelDigests, *, wanted_by: str) -> None:
+        """Keeps the local files of a complete checkpoint until the release of all users with the names `wanted_by`."""
+        if folder.kind != "huggingface" or not (places := _places(folder.uri)):
+            return
         key = _key(places, digests)
         with self._changing:
             known = key in self._wanted_by
-            self._wanted_by.setdefault(key, set()).update(wanted_by)
+            self._wanted_by.setdefault(key, set()).add(wanted_by)
         if known:
-            return False
+            return
         files = _files_of(folder, places)
-        with suppress(AssayError):  # no room
-            for outer in _folders_near(Path(places[0])):
-                with suppress(OSError):  # another file system, or another user's files
-                    self._hold(key, outer, files, partial(os.link, follow_symlinks=False))
-                    return True
-        with suppress(OSError):
-            if time.time() - max(folder.modified, Path(places[0]).parent.stat().st_mtime) < _TRAINING_SECONDS:
-                self._copying.submit(self._copy, key, files)
-        return False
+        if all(map(self._by_opening, {path.parent for path in files.values()})):
+            self._hold(key, files, Path(places[0]), _opened)
+        else:
+            with suppress(OSError):
+                if time.time() - max(folder.modified, Path(places[0]).parent.stat().st_mtime) < _TRAINING_SECONDS:
+                    _staging_folder().mkdir(parents=True, exist_ok=True)
+                    self._copying.submit(self._hold, key, files, _staging_folder(), partial(self._copied, key))
 
     def release(self, user: str) -> None:
         """Ends the interest of a user, for example after its record is written."""
         with self._changing:
-            for key, users in self._wanted_by.items():
+            for key, users in list(self._wanted_by.items()):
                 users.discard(user)
-                if not users and key in self._held:
-                    self._let_go(key)
+                if not users:
+                    del self._wanted_by[key]
+                    self._sizes.pop(key, None)
+                    self._held.pop(key, _nothing)()
 
-    def _copy(self, key: str, files: Mapping[str, Path]) -> None:
-        def copy(source: Path, target: Path) -> None:
-            with os.fdopen(open_within(source), "rb") as read, target.open("xb") as write:
-                while block := read.read(_BLOCK_BYTES):
-                    if self._closed.is_set() or not self._wanted_by[key]:
-                        raise CopyStopped
-                    write.write(block)
-
+    def _hold(self, key: str, files: Mapping[str, Path], disk: Path, opened: Callable[[Path], IO[bytes]]) -> None:
         try:
-            self._hold(key, _staging_folder(), files, copy)
+            self._reserve(key, disk, sum(path.stat().st_size for path in files.values()))
+            _, let_go = _held_in_a_folder(key, {name: partial(opened, path) for name, path in files.items()})
         except CopyStopped:
             return
         except (OSError, AssayError) as error:
+            self._sizes.pop(key, None)
             self._on_unprotected(error.found if isinstance(error, AssayError) else str(error))
             self._on_unprotected = str
-
-    def _hold(self, key: str, place: Path, files: Mapping[str, Path], put: Callable[[Path, Path], None]) -> None:
-        place.mkdir(parents=True, exist_ok=True)
-        folder = BoundedFolder(place, max_bytes=0, ordered=False)
-        if place not in self._cleared:
-            self._cleared.add(place)
-            _clear(folder)
-        hold = folder.hold(key)
-        try:
-            with folder.filling(key, waiting=self._wait), ExitStack() as known:
-                self._reserve(key, place, sum(path.stat().st_size for path in files.values()))
-                if not folder.entry(key).is_dir():  # nothing is synced: after a crash of the machine it is removed
-                    shutil.rmtree(folder.partial(key), ignore_errors=True)
-                    for name, source in files.items():
-                        (folder.partial(key) / name).parent.mkdir(parents=True, exist_ok=True)
-                        known.enter_context(linking(source, folder.entry(key) / name))
-                        put(source, folder.partial(key) / name)
-                    note = json.dumps({name: os.fspath(source) for name, source in files.items()})
-                    (place / f"{key}.note").write_text(note)
-                    folder.partial(key).rename(folder.entry(key))
-        except BaseException:
-            self._sizes.pop(key, None)
-            _let_go(folder, key, hold)
-            raise
+            return
         with self._changing:
-            self._held[key] = folder, key, hold
-            if not self._wanted_by[key]:
-                self._let_go(key)
+            wanted = key in self._wanted_by
+            (self._held.pop(key, _nothing) if wanted else let_go)()
+            if wanted:
+                self._held[key] = let_go
 
-    def _reserve(self, key: str, place: Path, size_bytes: int) -> None:
+    def _copied(self, key: str, source: Path) -> IO[bytes]:
+        copy = tempfile.TemporaryFile(dir=_staging_folder())  # noqa: SIM115 - the caller closes it
+        with _opened(source) as read:
+            while block := read.read(_BLOCK_BYTES):
+                if self._closed.is_set() or key not in self._wanted_by:
+                    raise CopyStopped
+                copy.write(block)
+        copy.flush()
+        return copy
+
+    def _reserve(self, key: str, disk: Path, size_bytes: int) -> None:
         with self._changing:
-            bound = min(settings().staging_max_bytes, shutil.disk_usage(place).free // 2)
+            bound = min(settings().staging_max_bytes, shutil.disk_usage(disk).free // 2)
             kept_bytes = sum(self._sizes.values())
             if kept_bytes + size_bytes > bound:
                 raise StorageError(
-                    expected=f"room for {size_text(size_bytes)} more of checkpoints that are kept in {place}",
+                    expected=f"room for {size_text(size_bytes)} more of kept checkpoints on the disk of {disk}",
                     found=f"{size_text(kept_bytes)} kept, a bound of {size_text(bound)}, at most half of the free disk",
                     remedy="free the disk, raise ASSAY_STAGING_MAX_BYTES, or evaluate fewer checkpoints at a time",
                 )
             self._sizes[key] = size_bytes
-
-    def _let_go(self, key: str) -> None:
-        self._sizes.pop(key, None)
-        _let_go(*self._held.pop(key))
-
-    def _wait(self) -> None:
-        if self._closed.wait(0.05):
-            raise CopyStopped
 
 
 _keeper: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
@@ -181,9 +169,10 @@ def keeping(on_unprotected: Callable[[str], object]) -> Iterator[None]:
             _keeper.reset(token)
 
 
-def keep(folder: ModelFolder, digests: ModelDigests, *, wanted_by: Collection[str]) -> bool:
+def keep(folder: ModelFolder, digests: ModelDigests, *, wanted_by: str) -> None:
     """Does the same as `Keeper.keep`, inside `keeping`; else nothing."""
-    return (keeper := _keeper.get()) is not None and keeper.keep(folder, digests, wanted_by=wanted_by)
+    if (keeper := _keeper.get()) is not None:
+        keeper.keep(folder, digests, wanted_by=wanted_by)
 
 
 def release(user: str) -> None:
@@ -195,22 +184,53 @@ def release(user: str) -> None:
 def hold_kept(uri: str, digests: ModelDigests) -> tuple[str, Callable[[], None]]:
     """Returns a location with kept files in place of a checkpoint's own, and the function that releases them.
 
-    Returns the location itself if they are not kept. The digests are those of the plan.
+    This process has its own hold of them, after the release of others too. Returns the location itself if they are not
+    kept. The digests are those of the plan.
     """
     places = _places(uri)
     key = _key(places, digests)
-    for outer in [_staging_folder(), *(each / KEPT_FOLDER for each in Path(places[0]).parents)] if places else ():
-        entry, let_go = outer / key, _nothing
-        if not entry.is_dir():
-            continue
-        with suppress(StorageError):  # of another user
-            folder = BoundedFolder(outer, max_bytes=0, ordered=False)
-            let_go = partial(_let_go, folder, key, folder.hold(key))
-        if entry.is_dir():
-            kept = {place: str(entry / str(number)) for number, place in enumerate(places)}
-            return _kept_name(uri, kept), let_go
-        let_go()
+    for held in sorted(_staging_folder().glob(f"{key}.*")) if places else ():
+        with suppress(OSError):  # released just now, or left by a process that was killed
+            links = [path for path in held.rglob("*") if path.is_symlink()]
+            files = {str(link.relative_to(held)): partial(_opened, Path(real_path(link))) for link in links}
+            folder, let_go = _held_in_a_folder(key, files)
+            return _kept_name(uri, {place: str(folder / str(number)) for number, place in enumerate(places)}), let_go
     return uri, _nothing
+
+
+def _held_in_a_folder(key: str, files: Mapping[str, Callable[[], IO[bytes]]]) -> tuple[Path, Callable[[], None]]:
+    with ExitStack() as held:
+        _staging_folder().mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".", dir=_staging_folder()))
+        held.callback(shutil.rmtree, made, ignore_errors=True)
+        lock = held.enter_context((made / "lock").open("wb"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name, opened in files.items():
+            file = held.enter_context(opened())
+            (made / name).parent.mkdir(parents=True, exist_ok=True)
+            (made / name).symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        folder = made.rename(made.with_name(f"{key}{made.name}"))
+        held.callback(shutil.rmtree, folder, ignore_errors=True)
+        return folder, held.pop_all().close
+
+
+def _clear_left_over() -> None:
+    for folder in _staging_folder().glob("[0-9a-f]*.*"):
+        with suppress(OSError), (folder / "lock").open("rb+") as lock:  # `BlockingIOError` if its process lives
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _MOST_OPEN and soft != hard:
+        soft = min(hard, _MOST_OPEN) if hard >= 0 else _MOST_OPEN
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    file = open_within(path)
+    try:  # smaller numbers are left to all others, and to select()
+        return os.fdopen(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, min(1024, soft // 2) if soft >= 0 else 1024), "rb")
+    finally:
+        os.close(file)
 
 
 def _kept_name(uri: str, kept: Mapping[str, str]) -> str:
@@ -220,7 +240,7 @@ def _kept_name(uri: str, kept: Mapping[str, str]) -> str:
     place = storage.resolved(without_options(uri))
     if place not in kept or (override and override.base):
         return name
-    config = {file.uri: file for file in storage.list_folder(kept[place])}.get(f"{kept[place]}/{ADAPTER_CONFIG}")
+    config = {file.uri: file for file in checkpoint_files(kept[place])}.get(f"{kept[place]}/{ADAPTER_CONFIG}")
     return with_options(name, base=base_location(place, read_json(config, []))) if config else name
 
 
@@ -229,11 +249,6 @@ def _instead(kept: Mapping[str, str], location: str) -> str:
 
 
 def _nothing() -> None: ...
-
-
-def _let_go(folder: BoundedFolder, key: str, hold: Hold) -> None:
-    hold.release()
-    _clear(folder, key)
 
 
 def _places(uri: str) -> list[str]:
@@ -247,7 +262,7 @@ def _key(places: Collection[str], digests: ModelDigests) -> str:
 def _files_of(folder: ModelFolder, places: list[str]) -> dict[str, Path]:
     own = folder.inputs if merge_of(folder.uri) else (folder,)
     return {
-        f"{places.index(place)}/{name}": storage.local_path(file.place).resolve()
+        f"{places.index(place)}/{name}": Path(real_path(storage.local_path(file.place)))
         for each in own
         for place in _places(each.uri)
         for name, file in served_files(each).items()
@@ -257,32 +272,3 @@ def _files_of(folder: ModelFolder, places: list[str]) -> dict[str, Path]:
 
 def _staging_folder() -> Path:
     return settings().staging_dir / "kept"
-
-
-def _folders_near(place: Path) -> Iterator[Path]:
-    with suppress(OSError):
-        disk = place.stat().st_dev
-        settings().staging_dir.mkdir(parents=True, exist_ok=True)
-        if settings().staging_dir.stat().st_dev == disk:
-            yield _staging_folder()
-        for outer in list(reversed(place.parents))[1:]:
-            status = outer.stat()
-            own = status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
-            if own and status.st_dev == disk and os.access(outer, os.W_OK):
-                yield outer / KEPT_FOLDER
-
-
-def _clear(folder: BoundedFolder, *keys: str) -> None:
-    @contextmanager
-    def removing(key: str) -> Iterator[None]:
-        with ExitStack() as known:
-            with suppress(ValueError, AttributeError, TypeError):
-                for source in json.loads(folder.note(key) or b"{}").values():
-                    known.enter_context(linking(Path(source)))
-            yield
-
-    with suppress(OSError, StorageError):
-        folder.clear(*keys, removing=removing)
-        if [path.name for path in folder.folder.iterdir()] == ["room.lock"]:
-            (folder.folder / "room.lock").unlink()
-            folder.folder.rmdir()

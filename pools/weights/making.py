@@ -16,6 +16,7 @@ from pools.weights.overrides import without_options
 from resources.environments.environments import ENVIRONMENTS, ensure_environment, is_built
 from resources.storage import storage
 from resources.storage.bounded_folder import Hold
+from resources.storage.regular_files import real_path
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def make_checkpoint(
         storage.write_bytes(str(content / name), storage.read_bytes(file.place))
     count = counted(made_bytes, filling.on_progress)
     make(Making(folder, content, python, hold_copy, filling.stopped, count))
-    if is_adapter or _identities(folder) != read:  # new links change times too, but not contents
+    if is_adapter or _identities(folder) != read:  # a removal changes times too, but not contents
         require_planned(filling.uri, digest_model_folder(inspect_checkpoint(filling.uri)), filling.digests)
     inspect_model_folder(str(content)).require_complete()
     return content
@@ -95,4 +96,4 @@ def _make_room_for_both(filling: Filling, made_bytes: int, copied_bytes: int) ->
 def _identities(folder: ModelFolder) -> list[object]:
     with storage.reported(folder.uri, "look at"):
         files = [file.place for file in served_files(folder).values() if storage.is_local(file.place)]
-        return [file_identity(storage.local_path(place).resolve()) for place in files]
+        return [file_identity(Path(real_path(storage.local_path(place)))) for place in files]

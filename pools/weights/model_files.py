@@ -37,6 +37,7 @@ from pools.weights.merges import merge_of
 from pools.weights.overrides import without_options
 from pools.weights.tokenizers import FilesIn, described_by
 from resources.errors import CheckpointError, CheckpointGone, IncompleteCheckpoint
+from resources.settings import settings
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 
@@ -256,8 +257,12 @@ def inspect_reference_folder(
 
 
 def checkpoint_files(uri: str) -> list[FileInfo]:
-    """Lists a checkpoint's files; links may lead into its run: the folder above it, and above its `hf/`."""
+    """Lists a checkpoint's files; links may lead into its run: the folder above it, and above its `hf/`. Those of
+    staged and kept folders, which Assay writes, may lead anywhere."""
     run = storage.parent(storage.absolute(uri))
+    own = str(settings().staging_dir.absolute())
+    if run.startswith(own) and Path(storage.resolved(run)).is_relative_to(storage.resolved(own)):
+        return storage.list_files(uri, within="/")
     return storage.list_files(uri, within=storage.parent(run) if storage.basename(run) == "hf" else run)
 
 

@@ -45,6 +45,7 @@ from resources.errors import AssayError, CheckpointError, StorageError
 from resources.storage import storage
 from resources.storage.bounded_folder import BoundedFolder, Hold, tree_bytes
 from resources.storage.file_copy import RANGE_BYTES, CopyStopped
+from resources.storage.regular_files import real_path
 
 _LOOK_AGAIN_SECONDS = 0.1  # flock has no time-out; polling costs microseconds
 _GIVE_WAY_SECONDS = 30.0  # time for the prefetch to finish its ranges; then both copy at once
@@ -230,7 +231,7 @@ class Staging:
         files = served_files(folder)
         local = {name: storage.local_path(file.place) for name, file in files.items() if storage.is_local(file.uri)}
         copied = self.stage_small_files(uri, digests) if len(local) < len(files) else Path()
-        links = {name: local.get(name, copied / name).resolve() for name in files}
+        links = {name: Path(real_path(local.get(name, copied / name))) for name in files}
         key = hashlib.blake2b(repr(sorted(links.items())).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         hold = self._copies.hold(key)
         try:

@@ -21,7 +21,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -60,13 +60,11 @@ class BoundedFolder:
     """Entries below `folder` with a total of at most `max_bytes`; other files are neither counted nor touched.
 
     Keys are 32 hex digits. Links have no size: entries of links are evicted when they are unused and room is needed.
-    Without `ordered`, the order of use is not noted.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int, ordered: bool = True) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
-        self._ordered = ordered
 
     def entry(self, key: str) -> Path:
         return self.folder / key
@@ -146,14 +144,6 @@ class BoundedFolder:
         with storage.reported(str(self.folder), "remove a damaged copy from"), self._accounting():
             self._remove_tree(key)
 
-    def clear(self, *keys: str, removing: Callable[[str], AbstractContextManager[None]] = nullcontext) -> None:
-        """Removes those of the entries, by default of all, that no process holds, each in the context of `removing`."""
-        with storage.reported(str(self.folder), "remove from"), self._accounting():
-            for key in keys or self._keys():
-                if (lock := self._locked(key, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
-                    with lock, removing(key):
-                        self._remove(key)
-
     @contextmanager
     def _accounting(self) -> Iterator[None]:
         with (self.folder / "room.lock").open("ab") as lock:
@@ -182,8 +172,6 @@ class BoundedFolder:
         return _read_number(self.folder / f"{key}.used")
 
     def _note_use(self, key: str) -> None:
-        if not self._ordered:
-            return
         with suppress(OSError, StorageError), self._accounting():  # only the order of eviction depends on it
             latest = max(map(self._last_used, self._keys()), default=0)
             storage.write_bytes(str(self.folder / f"{key}.used"), str(latest + 1).encode())

@@ -21,12 +21,10 @@ from typing import Any, Literal
 import fsspec
 import orjson
 
-from resources.storage.regular_files import leads_out
+from resources.storage.regular_files import leads_out, real_path
 
 PAGE = 1000
 """Maximum number of objects in a page of Google's store."""
-KEPT_FOLDER = ".assay-kept"
-"""Name of folders with kept files of checkpoints, which no listing of a folder above them shows."""
 _ASKED = "nextPageToken,items(name,size,updated,md5Hash,crc32c)"
 _AT_ONCE = 8
 _GOOGLE = frozenset({"gs", "gcs"})
@@ -77,8 +75,8 @@ replaced, or when its target is written.
 def walk(path: str, *, within: str | None = None) -> Iterator[tuple[str, list[LocalFile]]]:
     """Yields each folder at or below a local folder with its direct files; links to folders are left out.
 
-    Temporary files of active writes, folders that vanish during the walk, and kept files are left out. Links that lead
-    out of `within`, or of `path` if None, are not regular.
+    Temporary files of active writes, and folders that vanish during the walk, are left out. Links that lead out of
+    `within`, or of `path` if None, are not regular.
     """
     files, folders = [], []
     within = within or path
@@ -86,8 +84,7 @@ def walk(path: str, *, within: str | None = None) -> Iterator[tuple[str, list[Lo
         for entry in entries:
             name = entry.name
             if entry.is_dir(follow_symlinks=False):
-                if name != KEPT_FOLDER:
-                    folders.append(entry.path)
+                folders.append(entry.path)
             elif not (name.startswith(".") and name.endswith(".partial")):
                 if entry.is_symlink():
                     files += _link(entry, within)
@@ -114,7 +111,7 @@ def _link(entry: os.DirEntry[str], within: str) -> list[LocalFile]:
         return []
     times = (own.st_mtime, own.st_mtime_ns, own.st_ctime_ns)
     try:
-        behind, real = entry.stat(), os.path.realpath(entry.path)
+        behind, real = entry.stat(), real_path(entry.path)
     except OSError:
         return [(entry.name, 0, *times, False, None)]
     if stat.S_ISDIR(behind.st_mode):

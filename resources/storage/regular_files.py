@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import stat
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ _MOST_FILES, _MOST_ENTRIES, _MOST_LEVELS = 10_000, 100_000, 12
 _BLOCK_BYTES = 1 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+_OPEN_FILE = re.compile(r"/proc/\d+/fd/\d+")
 _NO_FOLLOW_ERRORS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)  # a link, a file in place of a folder, a socket
 
 
@@ -108,16 +110,32 @@ def open_within(path: str | os.PathLike[str], *, within: str | os.PathLike[str] 
     name = real = os.fspath(path)
     try:
         if within is not None or os.path.islink(name):  # noqa: PTH114 - small files are read by the ten thousand
-            real = os.path.realpath(name, strict=True)
+            real = real_path(name, strict=True)
             if leads_out(name, real, within=within):
                 raise UnsafeFile(errno.ELOOP, f"a link that leads out of its folder, to {real}", name)
-        descriptor = os.open(real, _FILE)
+        descriptor = os.open(real, _FILE & ~os.O_NOFOLLOW if _OPEN_FILE.fullmatch(real) else _FILE)
     except OSError as error:
         _raise(error, "a socket, or a link to itself", name)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
     raise UnsafeFile(errno.EINVAL, "a FIFO, a device or a folder", name)
+
+
+def real_path(path: str | os.PathLike[str], *, strict: bool = False) -> str:
+    """Returns a path with its links resolved as `os.path.realpath` does, but not beyond an open file of a process, such
+    as `/proc/1/fd/2`: a removed file has no other path."""
+    name = os.fspath(path)
+    for held in (name, os.readlink(name) if os.path.islink(name) else ""):  # noqa: PTH114, PTH115 - as above
+        if _OPEN_FILE.fullmatch(held):
+            return held
+    return os.path.realpath(name, strict=strict)
+
+
+def path_of_open_file(path: str | os.PathLike[str]) -> str | None:
+    """Returns the path that an open file of a process, such as `/proc/1/fd/2`, has or had; None for other paths."""
+    name = os.fspath(path)
+    return os.readlink(name).removesuffix(" (deleted)") if _OPEN_FILE.fullmatch(name) else None  # noqa: PTH115
 
 
 def leads_out(link: str, real: str, *, within: str | os.PathLike[str] | None = None) -> bool:

@@ -187,6 +187,8 @@ class GenerationConfig(ModelParts):
     """Resources of each process."""
     in_flight: int | None = Field(default=None, ge=1)
     """Concurrent requests over all workers; the pool's capacity when unset."""
+    protect: bool = True
+    """Keep the files of a checkpoint until it has answered, though its trainer removes it; see EvaluationConfig."""
 
     @model_validator(mode="before")
     @classmethod

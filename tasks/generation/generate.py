@@ -25,7 +25,7 @@ from pools.engine.launch import Servable, environment_name
 from pools.jobs import Restarts, placed_with, pool_environment
 from pools.pool.session import PoolSession
 from pools.settings import POOL_KEY_VARIABLE
-from pools.weights.kept import keep
+from pools.weights.kept import keep, release
 from pools.weights.model_files import digest_model_folder
 from pools.weights.own_code import require_code_allowed
 from resources.actors.actors import ActorHandle, actor_variables, create_actor
@@ -130,7 +130,8 @@ def _checkpoints(config: GenerationConfig) -> list[tuple[str, Checkpoint]]:
 def _target(config: GenerationConfig, plan: PromptPlan, name: str, checkpoint: Checkpoint) -> Target:
     assert checkpoint.folder is not None, "only complete checkpoints are found"
     digests = digest_model_folder(checkpoint.folder)
-    keep(checkpoint.folder, digests, wanted_by=[name])
+    if config.protect:
+        keep(checkpoint.folder, digests, wanted_by=name)
     asked = {"parameters": config.parameters(), "prompts": {"count": plan.prompts, "digest": plan.digest}}
     origin = SharedColumns(name, digests.checkpoint, config.served_by, digest_of(asked))
     output = AnswerFolder(storage.join(storage.absolute(config.output_path), name), config.output_format)
@@ -167,6 +168,7 @@ def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSe
         supervise(planned, target, session, running)
     finally:
         session.unwant(target.name)
+    release(target.name)
     report(CellDone(target.name, cell, cells, "succeeded", time.monotonic() - began))
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,7 +21,7 @@ from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_fo
 from pools.weights.own_code import require_code_allowed
 from resources.backends.current import current_client
 from resources.environments.environments import ensure_environment
-from resources.errors import AssayError, BadInput, CheckpointGone, StorageError
+from resources.errors import BadInput, CheckpointGone, StorageError
 from resources.storage import storage
 from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.checkpoints.checkpoint import Checkpoint
@@ -156,7 +155,9 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
             cells += _cells_of(checkpoint, hashed, is_folder)
         except CheckpointGone as gone:
             report_event(f"{checkpoint.name} is gone: {gone.found}", Notice)
-    cells = _with_kept_files(cells, checkpoints)
+    for cell in cells:
+        if not cell.settled and cell.config.protect:
+            keep(cell.folder, cell.digests, wanted_by=cell.uri)
     _check_names(cells)
     done = sum(cell.done for cell in cells)
     if cells:
@@ -178,31 +179,6 @@ def _cells_of(checkpoint: Checkpoint, hashed: Iterable[_Hashed], is_folder: Call
     except StorageError:
         inspect_again(folder).require_complete(planned=True)
         raise
-
-
-def _with_kept_files(cells: Sequence[Cell], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
-    listings: dict[str, str] = {}
-    waiting: dict[str, list[Cell]] = defaultdict(list)
-    for cell in cells:
-        if not cell.settled and cell.config.protect:
-            waiting[cell.reference.uri].append(cell)
-    for checkpoint in checkpoints:
-        own = waiting[checkpoint.uri]
-        if own and keep(own[0].folder, own[0].digests, wanted_by=[cell.uri for cell in own]):
-            with suppress(AssayError):  # it is being removed
-                listings[checkpoint.uri] = listing_of(_inspected_again(checkpoint))
-
-    def listed(cell: Cell) -> Cell:
-        listing, fallback = listings.get(cell.reference.uri, cell.reference.listing), cell.levanter_fallback
-        reference = cell.reference.model_copy(update={"listing": listing})
-        return replace(cell, reference=reference, levanter_fallback=fallback and listed(fallback))
-
-    return list(map(listed, cells)) if listings else list(cells)
-
-
-def _inspected_again(checkpoint: Checkpoint) -> Checkpoint:
-    inputs = tuple(map(_inspected_again, checkpoint.inputs))
-    return replace(checkpoint, folder=checkpoint.folder and inspect_again(checkpoint.folder), inputs=inputs)
 
 
 def _look_at_request(config: EvaluationConfig) -> None:

@@ -157,8 +157,8 @@ class Serving(Config):
     resource_config: ResourceConfig | None = None
     """Resources of engines, and of evaluators that load the checkpoint themselves; this machine's CPU when unset."""
     protect: bool = True
-    """Let a command keep the files of a checkpoint until it is evaluated, though its trainer removes it: by hard links,
-    or by copies where its disk permits none."""
+    """Keep the files of a checkpoint until it is evaluated, though its trainer removes it: open, or as copies if its
+    file system has removed files no longer."""
 
 
 SERVING_WAYS = ("pool_config", "pool_name", "base_url")

@@ -6,17 +6,22 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fakes.polling import eventually
+from fakes.prefect_field import prefect_field
+from fakes.prefect_server import used_here
 from fakes.tokenizers import write_byte_tokenizer
 from fakes.trainers import run_trainer
 from pools.engine.launch import free_port
 from resources.settings import process_environment
+from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 from tasks.records.record import find_records
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(600)]
@@ -39,11 +44,16 @@ def assay(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def evaluated(run: Path, output: Path, *options: str | Path) -> dict[str, dict[tuple[str, str], float]]:
-    """Evaluates a run as the page says; returns the log-likelihood of each answer after its question, by checkpoint."""
+    """Evaluates a run as the page says; returns what `weighed_in` does."""
     done = assay(
         "evaluate", "--model", run, "--eval", "demo_facts", "--limit", "3", "--output", output, *ENGINE, *options
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return weighed_in(output)
+
+
+def weighed_in(output: Path) -> dict[str, dict[tuple[str, str], float]]:
+    """Returns the log-likelihood of each answer after its question, by checkpoint, from the records in a folder."""
     weighed: dict[str, dict[tuple[str, str], float]] = {}
     for record in find_records(str(output)):
         assert record.record.succeeded
@@ -90,8 +100,64 @@ def test_weights_that_are_made_while_staged_are_evaluated_as_transformers_weighs
     )
 
 
+def is_kept(checkpoint: Path) -> bool:
+    """Returns True if a process keeps a checkpoint's weights open; its files of small numbers are open for a moment."""
+    for file in Path("/proc").glob("[0-9]*/fd/[0-9]*"):
+        with suppress(OSError):
+            if int(file.name) > 1000 and file.readlink() == checkpoint / "model.safetensors":
+                return True
+    return False
+
+
+def by_command(run: Path, output: Path) -> None:
+    evaluated(run, output)
+
+
+def by_flow(run: Path, output: Path) -> None:
+    """Calls a flow as a flow run of a deployment does: no command has planned it."""
+    engine = {"dtype": "float32", "kv_cache_memory_bytes": "64M"}
+    config = {
+        "model_path": str(run),
+        "evaluation_path": str(output),
+        "evals": [{"name": "demo_facts"}],
+        "max_eval_instances": 3,
+        "pool_config": {"model": {"name": run.name, "engine_kwargs": engine}},
+    }
+    program = (
+        "import json, sys; from flows.series import evaluate_checkpoints\n"
+        "from tasks.spec.evaluation import EvaluationConfig\n"
+        "evaluate_checkpoints(EvaluationConfig.model_validate_json(sys.argv[1]))"
+    )
+    with prefect_field(output.parent) as prefect:
+        command = [sys.executable, "-c", program, json.dumps(config)]
+        done = subprocess.run(command, capture_output=True, text=True, env=prefect.environment(), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def by_policy(run: Path, output: Path) -> None:
+    """Has a worker of this machine run the deployment of a policy, with a suite of three questions."""
+    evaluations = [{"label": "facts", "evals": ["demo_facts"], "max_eval_instances": 3}]
+    engine = {"dtype": "float32", "kv_cache_memory_bytes": "64M"}
+    suite = output.parent / "few.yaml"
+    content = {"name": "few", "description": "few", "engine_kwargs": engine, "evaluations": evaluations}
+    suite.write_text(yaml.safe_dump(content))
+    policy = output.parent / "policy.yaml"
+    content = {"name": "p", "runs": [str(run)], "suites": [str(suite)], "evaluation_path": str(output)}
+    policy.write_text(yaml.safe_dump({**content, "resource_config": {"cpu": 2}}))
+    with prefect_field(output.parent) as prefect, used_here(prefect.url):
+        apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])
+        prefect.assay("policy", "deploy", str(policy))
+        with prefect.worker(LOCAL_WORK_POOL):
+            [deployment] = prefect.ask("/deployments/filter", {})
+            prefect.ask(f"/deployments/{deployment['id']}/create_flow_run", {})
+            eventually(lambda: prefect.runs("Completed", "Failed", "Crashed"))
+        [flow_run] = prefect.runs("Completed", "Failed", "Crashed")
+        assert flow_run["state"]["name"] == "Completed", (output.parent / "worker.log").read_text()
+
+
+@pytest.mark.parametrize("evaluate", [by_command, by_flow, by_policy])
 def test_checkpoint_that_its_trainer_removes_while_it_is_evaluated_is_evaluated(
-    tmp_path: Path, tokenizer: Path
+    tmp_path: Path, tokenizer: Path, evaluate: Callable[[Path, Path], None]
 ) -> None:
     run, output, kept = tmp_path / "my-run", tmp_path / "out", tmp_path / "kept" / "checkpoint-2"
     with ThreadPoolExecutor(2) as threads:
@@ -99,11 +165,12 @@ def test_checkpoint_that_its_trainer_removes_while_it_is_evaluated_is_evaluated(
         first = run / "checkpoint-2"
         eventually(lambda: (first / "trainer_state.json").is_file() or training.done())
         shutil.copytree(first, kept)
-        evaluation = threads.submit(evaluated, run, output)
-        eventually(lambda: (first / "model.safetensors").stat().st_nlink > 1 or evaluation.done())
+        evaluation = threads.submit(evaluate, run, output)
+        eventually(lambda: is_kept(first) or (evaluation.done() and evaluation.result()))
         (tmp_path / "go").touch()
         training.result()
         assert [folder.name for folder in run.iterdir() if folder.is_dir()] == ["checkpoint-6"]
         assert not evaluation.done()
-        weighed = evaluation.result()
-    assert_near_transformers(weighed, {"my-run-2": kept}, tokenizer, tmp_path)
+        evaluation.result()
+    weighed = weighed_in(output)
+    assert_near_transformers({"my-run-2": weighed["my-run-2"]}, {"my-run-2": kept}, tokenizer, tmp_path)

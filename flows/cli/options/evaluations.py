@@ -130,7 +130,7 @@ class EvaluationOptions(ServedOptions):
     sinks: str | None = None
     """YAML file with sinks, where results are announced."""
     protect: Annotated[bool, Parameter(negative="--no-protect")] = True
-    """Keep files of checkpoints until they are evaluated, by hard links or copies."""
+    """Keep files of checkpoints until they are evaluated, though their trainer removes them."""
     mlflow: bool = False
     """Show results in MLflow too: in mlruns next to the records."""
     mlflow_uri: str | None = None

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from resources.storage.regular_files import UnsafeFile, copy_regular_files, open_regular
+from resources.storage import storage
+from resources.storage.regular_files import (
+    UnsafeFile,
+    copy_regular_files,
+    open_regular,
+    open_within,
+    path_of_open_file,
+    real_path,
+)
 
 SECRET = "outside"
 
@@ -109,3 +117,23 @@ def test_copy_of_a_folder_in_place_of_a_copied_file_keeps_the_file(folder: Path)
     (folder / "deep" / "good.json" / "x").touch()
     assert copy_regular_files(folder, out).dropped["names that are both a file and a folder"] == 1
     assert (out / "deep" / "good.json").read_text() == "good"
+
+
+def test_open_file_of_a_process_is_read_after_its_removal_but_not_through_a_link_of_a_folder(folder: Path):
+    secret = folder.parent / "secret.json"
+    secret.write_bytes(b"secret")
+    with secret.open("rb") as opened:
+        held = f"/proc/{os.getpid()}/fd/{opened.fileno()}"
+        (folder / "link.json").symlink_to(held)
+        for removed in (False, True):
+            if removed:
+                secret.unlink()
+            assert real_path(folder / "link.json") == real_path(held) == held
+            assert path_of_open_file(held) == str(secret)
+            with os.fdopen(open_within(held), "rb") as file:
+                assert file.read() == b"secret"
+            with pytest.raises(UnsafeFile):
+                open_within(folder / "link.json")
+            [listed] = [file for file in storage.list_files(str(folder)) if file.uri.endswith("link.json")]
+            assert not listed.regular
+    assert path_of_open_file(folder / "link.json") is None

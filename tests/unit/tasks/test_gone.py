@@ -18,6 +18,7 @@ from fakes.models import write_run
 from fakes.policies import record_for, write_policy
 from fakes.records import cell_of, make_record, publish
 from flows.reconcile import load_policy
+from pools.weights.kept import hold_kept, keeping, release
 from resources.errors import CheckpointGone
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.discovery import find_checkpoints
@@ -58,6 +59,39 @@ def unused(*_: object) -> HarnessCommand:
 def checkpoints(tmp_path: Path) -> list[Checkpoint]:
     write_run(tmp_path / "run-a", [100, 200, 300])
     return find_checkpoints(str(tmp_path / "run-a"))
+
+
+@pytest.mark.parametrize("protect", [True, False])
+def test_planned_checkpoints_of_open_cells_are_kept_unless_that_is_refused(
+    tmp_path: Path, checkpoints: list[Checkpoint], protect: bool
+):
+    config = config_of(tmp_path).model_copy(update={"protect": protect})
+    with keeping(lambda reason: pytest.fail(reason)):
+        first, *others = plan_cells.fn([config], checkpoints)
+        assert [is_kept(cell) for cell in (first, *others)] == [protect] * 3
+        release(first.uri)
+        assert [is_kept(cell) for cell in (first, *others)] == [False, protect, protect]
+    assert not any(map(is_kept, others))
+    write_record(first.uri, make_record(**of_cell(first)))
+    with keeping(lambda reason: pytest.fail(reason)):
+        assert [is_kept(cell) for cell in plan_cells.fn([config], checkpoints)] == [False, protect, protect]
+
+
+def is_kept(cell: Cell) -> bool:
+    uri, let_go = hold_kept(cell.folder.uri, cell.digests)
+    let_go()
+    return uri != cell.folder.uri
+
+
+@pytest.mark.parametrize(("policy", "suite"), [({"protect": False}, {}), ({}, {"protect": False})])
+def test_policy_and_its_suites_can_refuse_that_checkpoints_are_kept(
+    tmp_path: Path, policy: dict[str, Any], suite: dict[str, Any]
+):
+    write_run(tmp_path / "run", [1])
+    [kept] = reconciled(write_policy(tmp_path)).work
+    [left] = reconciled(write_policy(tmp_path, {"suite": str(tmp_path / "facts.yaml"), **suite}, **policy)).work
+    assert (kept.evaluation.config.protect, left.evaluation.config.protect) == (True, False)
+    assert kept.evaluation.hash == left.evaluation.hash, "it changes no score"
 
 
 @pytest.mark.parametrize("left", ["nothing", "config"])
