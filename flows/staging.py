@@ -10,7 +10,7 @@ from pydantic import model_validator
 from flows.hooks import pipeline
 from resources.config import Config
 from tasks.offline.stage import fill_from, share_staged, stage
-from tasks.offline.wanted import Wanted, wanted_by
+from tasks.offline.wanted import wanted_by
 from tasks.spec.names import in_few_words
 from tasks.spec.suites import SuiteName, load_suite
 
@@ -50,11 +50,6 @@ class StagingRequest(Config):
         """The suites and tokenizers, abbreviated, for the name of the flow run."""
         return in_few_words([*self.suites, *self.tokenizers]) or f"from {self.fill_from}"
 
-    @property
-    def required(self) -> Wanted:
-        """The data that the suites need, and the tokenizers."""
-        return wanted_by([load_suite(name) for name in self.suites], tokenizers=self.tokenizers)
-
 
 @pipeline("stage-data", run_name="stage {request.place}")
 def stage_data(request: StagingRequest) -> dict[str, Any]:
@@ -68,7 +63,7 @@ def stage_data(request: StagingRequest) -> dict[str, Any]:
 
 def staged_by(request: StagingRequest, *, on_event: Any) -> dict[str, Any]:
     """Stages the data of a request without Prefect, for the command line."""
-    required = request.required
+    required = wanted_by([load_suite(name) for name in request.suites], tokenizers=request.tokenizers)
     if request.fill_from is not None:
         everything = not (request.suites or request.tokenizers)
         staged, number = fill_from(request.fill_from, None if everything else required, on_event=on_event)

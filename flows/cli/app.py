@@ -125,7 +125,11 @@ def command_line(*, with_help: bool = False) -> App:
         "version_flags": (),
         "help_flags": ("--help",),
         "help_format": "plaintext",
-        "default_parameter": Parameter(negative=(), allow_repeating=True, show_default=_shown),
+        "default_parameter": Parameter(
+            negative=(),
+            allow_repeating=True,
+            show_default=lambda default: None if default in (None, False, True, ()) else str(default),
+        ),
         "result_action": "return_value",
         "suppress_keyboard_interrupt": False,
     }
@@ -148,10 +152,6 @@ def command_line(*, with_help: bool = False) -> App:
             parent, own = (groups[group], own) if group else (app, {**own, "group": panel})
             parent.command(f"flows.cli.{module}:{function}", **own, **options)
     return app
-
-
-def _shown(default: Any) -> str | None:
-    return None if default in (None, False, True, ()) else str(default)
 
 
 def _help(module: str, function: str) -> str:
@@ -216,7 +216,7 @@ def main() -> None:
     if _INSECURE in arguments:
         set_process_environment_defaults({"ASSAY_INSECURE": "true"})
     # By default SIGTERM would skip every `with` block.
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         run([argument for argument in arguments if argument not in (_TRACEBACK, _INSECURE)] + submitted)
     except CycloptsError:
@@ -242,10 +242,6 @@ def main() -> None:
 def _show(error: AssayError) -> None:
     # CI logs keep long lines; without a terminal the 80 columns are only a guess.
     ERR.print(str(error), style="red", highlight=False, soft_wrap=not ERR.is_terminal)
-
-
-def _exit_on_signal(number: int, frame: object) -> None:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -16,7 +16,6 @@ from tasks.contamination.imported import import_flags
 from tasks.contamination.scan import ScanProgress, ScanSettings, scan
 from tasks.contamination.texts import TextSource, training_texts
 from tasks.records.questions.asked import AskedQuestion, every_question
-from tasks.records.questions.flags import Tool
 from tasks.records.record import find_records
 from tasks.reports.contamination import searched
 
@@ -33,7 +32,7 @@ def contamination(
     threshold: float = 0.5,
     processes: Annotated[int | None, Positive] = None,
     findings: tuple[str, ...] = (),
-    tool: Annotated[str, Parameter("--from")] = "list",
+    tool: Annotated[Literal["decon", "marin", "list"], Parameter("--from")] = "list",
     benchmark: str | None = None,
     covers: tuple[str, ...] = (),
     name: str | None = None,
@@ -59,11 +58,7 @@ def contamination(
     if findings and scanned:
         raise exclusive("--findings", "--texts" if texts else "--train-config")
     if findings:
-        known: Sequence[Tool] = [choice for choice in get_args(Tool) if choice != "assay"]
-        chosen = next((choice for choice in known if choice == tool), None)
-        if chosen is None:
-            raise BadInput(expected=f"--from {', '.join(known)}", found=tool, remedy="choose one of these")
-        about: dict[str, Any] = {"tool": chosen, "benchmark": benchmark, "covers": covers}
+        about: dict[str, Any] = {"tool": tool, "benchmark": benchmark, "covers": covers}
         flags = import_flags(path, name or "imported", findings, _questions(path), **about)
     else:
         importing = [option for option, value in {"--benchmark": benchmark, "--covers": covers}.items() if value]

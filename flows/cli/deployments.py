@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 from flows.cli.options.pools import EngineOptions, Positive, resources_asked
 from flows.cli.policy import PolicyFile
-from flows.console.console import ERR, OUT, Json, print_json, say
+from flows.console.console import ERR, OUT, Json, print_json, say, table_of
 from flows.deploy.policies import PolicyDeployment, deploy_policy, watch_over_flow_runs
 from flows.deploy.work_pools import deploy_sent_flows, deploy_to
 from resources.config import ResourceConfig
@@ -68,11 +68,9 @@ def deploy(
         keys = ("kind", "name", "action", "differs")
         print_json([{key: getattr(change, key) for key in keys} for change in changes])
         return
-    shown = Table("Kind", "Name", "Would" if dry_run else "Was", "Differs in")
-    for change in changes:
-        action = change.action if dry_run else _DONE[change.action]
-        shown.add_row(change.kind, change.name, action, ", ".join(change.differs))
-    OUT.print(shown)
+    words = {} if dry_run else _DONE
+    rows = [(each.kind, each.name, words.get(each.action, each.action), ", ".join(each.differs)) for each in changes]
+    OUT.print(table_of("Kind", "Name", "Would" if dry_run else "Was", "Differs in", rows=rows))
 
 
 def notify(
@@ -222,7 +220,8 @@ def list_(
     """
     table = _regions(regions)
     if machine.given() or source is not None:
-        _show_choice(machine, table, _source(table, source, gigabytes), max_egress_usd, as_json=as_json)
+        at = Source(table.named(source).name, int(gigabytes * 10**9)) if source else None
+        _show_choice(machine, table, at, max_egress_usd, as_json=as_json)
         return
     places = {LOCAL_WORK_POOL: "this machine"} | {
         region.work_pool: region.name for region in table.regions if region.work_pool
@@ -235,14 +234,8 @@ def list_(
     if as_json:
         print_json(rows)
         return
-    shown = Table("Work pool", "Region", "A flow run would start")
-    for row in rows:
-        shown.add_row(row["work_pool"], row["region"], "yes" if row["ready"] else f"no, it {row['why_not']}")
-    OUT.print(shown)
-
-
-def _source(table: Regions, name: str | None, gigabytes: float) -> Source | None:
-    return Source(table.named(name).name, int(gigabytes * 10**9)) if name else None
+    shown = [(row["work_pool"], row["region"], f"no, it {row['why_not']}" if row["why_not"] else "yes") for row in rows]
+    OUT.print(table_of("Work pool", "Region", "A flow run would start", rows=shown))
 
 
 def _show_choice(

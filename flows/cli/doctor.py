@@ -12,10 +12,9 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Literal
 
-from rich.table import Table
 from rich.text import Text
 
-from flows.console.console import OUT, Json, print_json
+from flows.console.console import OUT, Json, print_json, table_of
 from resources.environments.environments import ENVIRONMENTS, is_built
 from resources.errors import AssayError, BadInput
 from resources.regions.regions import STALE_DAYS, known_regions, regions_file, where_to_write
@@ -48,10 +47,8 @@ def doctor(*, as_json: Json = False) -> None:
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        table = Table("", "Subject", "Seen", "To do")
-        for finding in findings:
-            table.add_row(_MARKS[finding.level], finding.subject, finding.seen, finding.remedy)
-        OUT.print(table)
+        rows = [(_MARKS[finding.level], finding.subject, finding.seen, finding.remedy) for finding in findings]
+        OUT.print(table_of("", "Subject", "Seen", "To do", rows=rows))
     if any(finding.level == "missing" for finding in findings):
         raise SystemExit(AssayError.exit_code)
 
@@ -59,7 +56,9 @@ def doctor(*, as_json: Json = False) -> None:
 def examine() -> list[Finding]:
     """Examines the machine without changing it."""
     machine = [_assay(), _python(), _cpu_engine(), _gpu(), _tpu(), _memory(), _disk()]
-    return [*machine, *_environments(), _prefect(), _deployments(), *_regions(), *_images(), _wheels()]
+    file = str(deployment_data("prefect.yaml"))
+    deployments = Finding("Deployments", "ok", file, "prefect deploy --all --prefect-file …")
+    return [*machine, *_environments(), _prefect(), deployments, *_regions(), *_images(), _wheels()]
 
 
 def _assay() -> Finding:
@@ -134,10 +133,6 @@ def _prefect() -> Finding:
     except BadInput as error:
         return Finding("Prefect server", "missing", error.found, error.remedy)
     return Finding("Prefect server", "ok", url or "embedded, started with each run")
-
-
-def _deployments() -> Finding:
-    return Finding("Deployments", "ok", str(deployment_data("prefect.yaml")), "prefect deploy --all --prefect-file …")
 
 
 def _regions() -> list[Finding]:

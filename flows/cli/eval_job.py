@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 from cyclopts import Parameter
-from rich.table import Table
-from rich.text import Text
+from rich.table import Column
 
 from flows.cli.evaluate import show_series
-from flows.console.console import ERR, OUT, Json, note, print_json, say, write
+from flows.console.console import ERR, OUT, Json, note, print_json, say, table_of, write
 from flows.console.running import run_series
 from resources.errors import BackendUnavailable, BadInput
 from resources.settings import settings
@@ -81,10 +80,7 @@ def _check(file: Path, helm_config: Path | None) -> None:
     state = read.git_state()
     for line in [*advice(read.job), *([f"git: {state.words}"] if state.words != "clean" else ())]:
         note(f"warning: {line}")
-    table = Table(show_header=False, box=None)
-    for name, value in summary(read, state).items():
-        table.add_row(name, Text(value))
-    OUT.print(table)
+    OUT.print(table_of(rows=summary(read, state).items()))
 
 
 def _render(file: Path, output: Path | None, helm_config: Path | None, *, allow_dirty: bool) -> None:
@@ -102,11 +98,9 @@ def list_jobs(*, backend: _Backend = None, namespace: _Namespace = None, as_json
     if as_json:
         print_json([asdict(job) for job in jobs])
         return
-    table = Table("Job", "Status", "Submitted", "Experiment", "Commit", "Why")
-    table.columns[0].overflow = "fold"
-    for job in jobs:
-        table.add_row(job.name, job.status, job.submitted_at, Text(job.experiment), job.commit[:8], job.reason or "")
-    OUT.print(table if jobs else "No evaluation job is there.")
+    headings = (Column("Job", overflow="fold"), "Status", "Submitted", "Experiment", "Commit", "Why")
+    rows = [(job.name, job.status, job.submitted_at, job.experiment, job.commit[:8], job.reason or "") for job in jobs]
+    OUT.print(table_of(*headings, rows=rows) if jobs else "No evaluation job is there.")
 
 
 def logs(

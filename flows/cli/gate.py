@@ -40,7 +40,7 @@ class GateOptions(OptionGroup):
         """Returns the gate; None without the option."""
         if self.gate is None and self.summary is not None:
             raise BadInput(expected="--gate with --summary", found="none", remedy="leave --summary out, or name a gate")
-        return load_gate(self.gate) if self.gate is not None else None
+        return load_config(self.gate, Gate) if self.gate is not None else None
 
 
 @Parameter(name="*")
@@ -96,7 +96,7 @@ def gate(
     """
     if checkpoint is not None and not (run is step is None):
         raise BadInput(expected="--checkpoint, or --run and --step", found="both", remedy="leave --run and --step out")
-    gate_config = load_gate(file)
+    gate_config = load_config(file, Gate)
     early = early or gate_config.decide == "early"
     judged = (
         _checkpoints(records, run=run, step=step, early=early)
@@ -110,11 +110,6 @@ def gate(
     else:
         show_verdict(verdict)
     verdict.raise_unless_go()
-
-
-def load_gate(uri: str) -> Gate:
-    """Returns the gate in a YAML or JSON file, in any store."""
-    return load_config(uri, Gate)
 
 
 def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:

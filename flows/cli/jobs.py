@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.table import Table
-from rich.text import Text
+from rich.table import Column
 
 from flows.cli.options.pools import MachineOptions, OptionGroup, resources_asked
-from flows.console.console import OUT, Json, note, print_json, say, write
+from flows.console.console import OUT, Json, note, print_json, say, table_of, write
 from resources.backends.current import client_from_url, current_client
 from resources.config import ResourceConfig
-from resources.errors import BackendUnavailable, BadInput, JobFailed
+from resources.errors import BackendUnavailable, BadInput, JobFailed, exclusive
 from resources.jobs.jobs import Client, Entrypoint, JobDetails, JobHandle, JobRequest, JobStatus, create_environment
 from resources.regions.ray_clusters import LOCAL, local_cluster
 from resources.regions.region_table import ADDRESS_LINE
@@ -46,11 +45,7 @@ class PlaceOptions(OptionGroup):
     def client(self) -> Client:
         """Returns the client of the backend's address or of the region's cluster; else the default client."""
         if self.backend and self.cluster:
-            raise BadInput(
-                expected="either --backend or --cluster",
-                found=f"--backend {self.backend} --cluster {self.cluster}",
-                remedy="Leave one of them out.",
-            )
+            raise exclusive(f"--backend {self.backend}", f"--cluster {self.cluster}")
         if self.cluster:
             return client_from_url(_address_of(self.cluster))
         return client_from_url(self.backend) if self.backend else current_client()
@@ -92,9 +87,7 @@ def submit(
     """Run a program as a job with this folder's code; exit code 0, 1 if it failed, 2 infrastructure, 3 bad input."""
     auto_stop = options.auto_stop
     if auto_stop and not options.wait:
-        raise BadInput(
-            expected="--auto-stop while this command waits, or --no-wait", found="both", remedy="Omit either."
-        )
+        raise exclusive("--auto-stop, while this command waits,", "--no-wait")
     request = request_of(command, options, machine, workspace=Path.cwd())
     client = place.client()
     try:
@@ -143,22 +136,17 @@ def jobs_list(
         if as_json:
             print_json(asdict(details))
             return
-        table = Table(show_header=False, box=None)
-        for label, value in asdict(details).items():
-            shown = _when(details.submitted_at) if label == "submitted_at" else str(value if value is not None else "–")
-            table.add_row(label.replace("_", " "), Text(shown))
-        OUT.print(table)
+        values = {**asdict(details), "submitted_at": _when(details.submitted_at)}
+        rows = [(label.replace("_", " "), "–" if value is None else str(value)) for label, value in values.items()]
+        OUT.print(table_of(rows=rows))
         return
     jobs = client.jobs()[:lines]
     if as_json:
         print_json([asdict(job) for job in jobs])
         return
-    table = Table("Job", "Status", "Attempts", "Submitted", "Why")
-    table.columns[0].overflow = "fold"
-    for job in jobs:
-        why = Text(job.reason or "")  # unchanged: brackets are not markup
-        table.add_row(job.job_id, job.status, str(job.attempts), _when(job.submitted_at), why)
-    OUT.print(table if jobs else "No job is remembered there.")
+    rows = [(job.job_id, job.status, str(job.attempts), _when(job.submitted_at), job.reason or "") for job in jobs]
+    headings = (Column("Job", overflow="fold"), "Status", "Attempts", "Submitted", "Why")
+    OUT.print(table_of(*headings, rows=rows) if rows else "No job is remembered there.")
 
 
 def jobs_logs(

@@ -7,15 +7,14 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from flows.cli.options.pools import OptionGroup
-from flows.console.console import ERR, OUT, Json, PrintableConsole, print_json, say, say_rejected, write
+from flows.console.console import ERR, OUT, Json, PrintableConsole, print_json, say, say_rejected, table_of, write
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.errors import RecordsChanged
@@ -60,8 +59,8 @@ class FilterOptions(OptionGroup):
 class ExportOptions(OptionGroup):
     """The format of records, and the file."""
 
-    format: str | None = None
-    """table, csv, jsonl, parquet, every-eval-ever or eval-results; by --output when left out."""
+    format: Format | None = None
+    """By the name of --output when left out."""
     output: str | None = None
     """File to write, here or in an object store; for every-eval-ever, a folder."""
     organization: str | None = None
@@ -89,11 +88,7 @@ class ExportOptions(OptionGroup):
                 found=output,
                 remedy="--format table writes the table as text",
             )
-        if given is not None and given not in get_args(Format):
-            raise BadInput(
-                expected=f"--format {', '.join(get_args(Format))}", found=given, remedy="choose one of these"
-            )
-        form: Format = given or by_name or "table"  # pyright: ignore[reportAssignmentType]  # it is one of them
+        form: Format = given or by_name or "table"
         if form in ("parquet", "every-eval-ever") and output is None:
             example = "a file, such as --output results.parquet" if form == "parquet" else "a folder: --output exported"
             raise BadInput(
@@ -155,7 +150,8 @@ def records(
     meant = [item.record for item in chosen]
     splits = _splits(meant, path, filters) if contamination else []
     if as_json:
-        rows = [row.as_row for row in splits] if contamination else [_as_json(record) for record in meant]
+        every_record = (json.loads(record.model_dump_json()) for record in meant)
+        rows = [row.as_row for row in splits] if contamination else list(every_record)
         print_json(rows)
         return
     if not every or (form == "table" and not chosen):
@@ -212,10 +208,6 @@ def select(records: Sequence[FoundRecord], filters: RecordFilter) -> list[FoundR
     return [item for item in records if id(item.record) in meant]
 
 
-def _as_json(record: Record) -> Any:
-    return json.loads(record.model_dump_json())
-
-
 def _table(records: Sequence[Record], path: str, filters: RecordFilter) -> RenderableType:
     if not filters.latest:
         rows = measured_rows(records, filters=filters)
@@ -237,10 +229,9 @@ def _splits(records: Sequence[Record], path: str, filters: RecordFilter) -> list
 
 
 def _split_table(rows: Sequence[Split]) -> Table:
-    table = Table("Checkpoint", "Benchmark · metric", "Whole", "Clean", "Flagged", "Clean − flagged", "Note")
-    for row in rows:
-        table.add_row(*map(Text, (row.record.checkpoint.name, row.label, *map(str, row.cells), row.note)))
-    return table
+    headings = ("Checkpoint", "Benchmark · metric", "Whole", "Clean", "Flagged", "Clean − flagged", "Note")
+    shown = [(row.record.checkpoint.name, row.label, *map(str, row.cells), row.note) for row in rows]
+    return table_of(*headings, rows=shown)
 
 
 def _verify(places: Sequence[FoundRecord], rejected: Mapping[str, str], *, as_json: bool) -> None:

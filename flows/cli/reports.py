@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from cyclopts import Parameter, validators
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from flows.cli.options.pools import AtLeastZero
 from flows.cli.records import FilterOptions, Folder, none_of, recorded, select
-from flows.console.console import ERR, OUT, Json, note, print_json, say, say_rejected
+from flows.console.console import ERR, OUT, Json, note, print_json, say, say_rejected, table_of
 from flows.console.running import run_series
 from resources.errors import BadInput
 from resources.jobs.addresses import own_address
@@ -36,7 +36,6 @@ from tasks.verdicts.comparison import compare as compare_records
 from tasks.verdicts.qualification import qualify
 
 _SIDE = "present (this Assay's pinned lists), a pinned list, a kept environment, or a folder of records"
-_Adjustment = Literal["bh", "holm", "none"]
 _COLOURS: dict[Verdict, str] = {"identical": "green", "within noise": "green", "different": "red"}
 
 
@@ -48,7 +47,7 @@ def compare(
     path: Folder = "evaluations",
     filtering: FilterOptions = FilterOptions(),
     metric: tuple[str, ...] = (),
-    adjust: str = "bh",
+    adjust: Literal["bh", "holm", "none"] = "bh",
     anyway: bool = False,
     as_json: Json = False,
 ) -> None:
@@ -61,15 +60,12 @@ def compare(
         adjust: For the number of tests: bh (Benjamini–Hochberg), holm or none.
         anyway: Also compare what was not measured alike.
     """
-    adjustment = next((choice for choice in get_args(_Adjustment) if choice == adjust), None)
-    if adjustment is None:
-        raise BadInput(expected="--adjust bh, holm or none", found=adjust, remedy="leave it out for bh")
     filters = filtering.filter(metrics=metric)
     rejected: dict[str, str] = {}
     sides = records_of_checkpoints((first, second), evaluation_path=path, rejected=rejected)
     say_rejected(rejected)
     comparison = compare_records(
-        sides[0], sides[1], labels=(first, second), filters=filters, adjustment=adjustment, anyway=anyway
+        sides[0], sides[1], labels=(first, second), filters=filters, adjustment=adjust, anyway=anyway
     )
     if as_json:
         print_json(comparison_json(comparison))
@@ -287,12 +283,9 @@ def publish(
     elif not outcomes:
         OUT.print("Nothing to publish: every sink has every succeeded record.")
     else:
-        table = Table("What", "Status", "Where, or why not")
-        table.columns[2].overflow = "fold"  # paths are copied from here
-        for outcome in outcomes:
-            place = outcome.state.where or outcome.state.reason or outcome.sink
-            table.add_row(outcome.title, outcome.state.status, place)
-        OUT.print(table)
+        states = [(outcome, outcome.state) for outcome in outcomes]
+        rows = [(each.title, state.status, state.where or state.reason or each.sink) for each, state in states]
+        OUT.print(table_of("What", "Status", Column("Where, or why not", overflow="fold"), rows=rows))
     if failed := [outcome for outcome in outcomes if outcome.state.status == "failed"]:
         raise SinkFailed(
             expected=f"{len(outcomes)} to be published",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.table import Table
 
-from flows.console.console import OUT, Json, note, print_json, say
+from flows.console.console import OUT, Json, note, print_json, say, table_of
 from resources.environments.environments import ensure_environment
 from resources.errors import BadInput
 from tasks.errors import UnknownBenchmark
@@ -229,30 +229,26 @@ def _show_sets(*, as_json: bool) -> None:
     if as_json:
         print_json({name: benchmark_set.model_dump(mode="json") for name, benchmark_set in sets.items()})
         return
-    table = Table("Set", "Benchmarks", "For", "Notes")
+    rows = []
     for name, benchmark_set in sets.items():
         left_out = [f"without {benchmark}: {why}" for benchmark, why in benchmark_set.left_out.items()]
-        table.add_row(
-            name,
-            str(len(benchmark_set.evals)),
-            benchmark_set.about,
-            "\n".join([*([benchmark_set.note] if benchmark_set.note else []), *left_out]),
-        )
-    OUT.print(table)
+        notes = "\n".join([*([benchmark_set.note] if benchmark_set.note else []), *left_out])
+        rows.append((name, str(len(benchmark_set.evals)), benchmark_set.about, notes))
+    OUT.print(table_of("Set", "Benchmarks", "For", "Notes", rows=rows))
 
 
 def _staged_table(staged: dict[str, Any]) -> Table:
-    table = Table("Staged", "Revision", "Bytes")
+    rows: list[tuple[str, str, str]] = []
     for part in ("datasets", "files_of_datasets", "tokenizers"):
         for name, entry in staged.get(part, {}).items():
-            table.add_row(name, entry["revision"][:12], f"{entry['bytes']:,}")
+            rows.append((name, entry["revision"][:12], f"{entry['bytes']:,}"))
     for name, entry in staged.get("texts", {}).items():
-        table.add_row(name, entry["revision"][:12], f"{sum(file['bytes'] for file in entry['files'].values()):,}")
+        size = sum(file["bytes"] for file in entry["files"].values())
+        rows.append((name, entry["revision"][:12], f"{size:,}"))
     for name, entry in staged.get("scenarios", {}).items():
-        table.add_row(
-            f"HELM's {name}", ", ".join(a["sha256"][:12] for a in entry["addresses"].values()), f"{entry['bytes']:,}"
-        )
-    return table
+        digests = ", ".join(address["sha256"][:12] for address in entry["addresses"].values())
+        rows.append((f"HELM's {name}", digests, f"{entry['bytes']:,}"))
+    return table_of("Staged", "Revision", "Bytes", rows=rows)
 
 
 def _pair(text: str) -> tuple[str, str]:

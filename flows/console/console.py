@@ -10,12 +10,13 @@ import codecs
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Column, Table
 from rich.text import Text
 
 _DROPPED = re.compile(r"\x1b\[[0-9;:]*m|\r(?=\n)")  # colours, and the first half of a line break
@@ -84,6 +85,14 @@ def note(*lines: str) -> None:
 def print_json(content: Any) -> None:
     """Writes a value to standard output as JSON."""
     write(json.dumps(content, indent=2) + "\n")
+
+
+def table_of(*headings: str | Column, rows: Iterable[Sequence[str | Text]]) -> Table:
+    """Returns a table with rows of texts, which are shown as they are; without headings also without lines."""
+    table = Table(*headings) if headings else Table(show_header=False, box=None)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def say_rejected(rejected: Mapping[str, str]) -> None:

@@ -142,14 +142,14 @@ def _is_announced(cell: Cell) -> bool:
 
 def run_generation(config: GenerationConfig, *, console: Console) -> list[dict[str, Any]]:
     """Runs a generation in this process, with live progress on `console`; returns its totals by checkpoint."""
+
+    def generate() -> list[dict[str, Any]]:
+        from flows.generation import generate_text
+
+        return generate_text(config)
+
     with live_view(console) as show, listening(show):
-        return _run_flow(lambda: _generate(config))
-
-
-def _generate(config: GenerationConfig) -> list[dict[str, Any]]:
-    from flows.generation import generate_text
-
-    return generate_text(config)
+        return _run_flow(generate)
 
 
 def own_server() -> EmbeddedServer | None:

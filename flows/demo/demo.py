@@ -51,7 +51,9 @@ def prepare(folder: Path, *, steps: int, console: Console) -> None:
         job = current_client().submit(
             JobRequest(
                 name="train-demo-model",
-                entrypoint=Command(str(python), _trainer_arguments(checkpoints, steps=steps)),
+                entrypoint=Command(
+                    str(python), (str(_TRAINER), "--output", str(checkpoints.absolute()), "--steps", str(steps))
+                ),
                 resources=ResourceConfig(cpu=2),
                 environment=create_environment(),
                 max_retries_preemption=0,
@@ -71,10 +73,6 @@ def prepare(folder: Path, *, steps: int, console: Console) -> None:
         if not succeeded:
             raise JobFailed(expected="the training to finish", found=f"its log ends in:\n{log}", remedy="run it again")
         (checkpoints / _SUMMARY).write_text(log.rstrip().splitlines()[-1] + "\n")
-
-
-def _trainer_arguments(checkpoints: Path, *, steps: int) -> tuple[str, ...]:
-    return (str(_TRAINER), "--output", str(checkpoints.absolute()), "--steps", str(steps))
 
 
 def _describe(line: str) -> str:

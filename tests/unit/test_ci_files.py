@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from flows.cli.app import command_line
-from flows.cli.gate import load_gate
-from tasks.verdicts.gate import BaselineRule, BoundRule
+from tasks.spec.loading import load_config
+from tasks.verdicts.gate import BaselineRule, BoundRule, Gate
 
 CI = Path(__file__).parents[2] / "deployments" / "ci"
 WORKFLOWS: dict[str, dict[str, Any]] = {path.name: yaml.safe_load(path.read_text()) for path in CI.glob("*.yml")}
@@ -70,7 +70,7 @@ def test_workflow_of_images_reads_the_version_and_the_host_to_log_in_to(tmp_path
 
 
 def test_example_of_a_gate_is_valid():
-    assert {type(rule) for rule in load_gate(str(CI / "gate.yaml")).rules} == {BoundRule, BaselineRule}
+    assert {type(rule) for rule in load_config(str(CI / "gate.yaml"), Gate).rules} == {BoundRule, BaselineRule}
 
 
 def test_path_from_outside_is_a_single_value_of_the_request(tmp_path: Path):

@@ -18,7 +18,7 @@ from flows.cli.options.pools import (
     resources_asked,
 )
 from pools.weights.merges import as_named
-from resources.errors import BadInput
+from resources.errors import BadInput, unknown
 from resources.storage import storage
 from tasks.records.provenance import place_in_git
 from tasks.sinks.mlflow_runs import MlflowSink
@@ -307,11 +307,7 @@ def _evaluator(name: str | None) -> str:
     full = DEFAULT_EVALUATOR if name is None else short.get(name, name)
     if full in EVALUATORS:
         return full
-    raise BadInput(
-        expected=f"--evaluator {', '.join(short)} or another that is registered",
-        found=str(name),
-        remedy="name one of them",
-    )
+    raise unknown("--evaluator with a registered name", str(name), short, "name one of them")
 
 
 def _judge(options: EvaluationOptions) -> dict[str, Any] | None:

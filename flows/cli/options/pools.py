@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 from cyclopts import Parameter, validators
 
 from pools.weights.merges import as_named
-from resources.errors import BadInput
+from resources.errors import BadInput, exclusive
 from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions
 from tasks.spec.names import name_of
@@ -115,7 +115,7 @@ def resources_asked(
 def device_asked(*, gpu: str | None, tpu: str | None) -> dict[str, Any] | None:
     """Returns the device of `--gpu` or `--tpu`, as input for `ResourceConfig`."""
     if gpu is not None and tpu is not None:
-        raise BadInput(expected="either --gpu or --tpu", found=f"--gpu {gpu} --tpu {tpu}", remedy="keep one of them")
+        raise exclusive(f"--gpu {gpu}", f"--tpu {tpu}")
     if tpu is not None:
         variant, *alternatives = (name.strip() for name in tpu.split(","))
         return {"kind": "tpu", "variant": variant, "alternatives": alternatives}

@@ -19,7 +19,6 @@ from scipy import stats
 
 from fakes.cli import invoke
 from fakes.records import make_metric, make_qualification, make_record, make_samples, publish
-from flows.cli.gate import load_gate
 from resources.errors import BadInput
 from tasks.errors import GateRefused
 from tasks.records.builds import build_of, write_qualification
@@ -29,6 +28,7 @@ from tasks.records.samples import Sample
 from tasks.records.search import records_of_checkpoints
 from tasks.records.verdicts import Reason, Verdict
 from tasks.reports.texts import verdict_markdown
+from tasks.spec.loading import load_config
 from tasks.verdicts.gate import BaselineRule, BoundRule, Gate
 from tasks.verdicts.judge import JudgedCheckpoint, judge, judged_checkpoints
 from tasks.verdicts.statistics.paired import PairedStratum, compare_pairs, score_bound
@@ -341,7 +341,7 @@ def test_rules_differ_by_what_they_name_and_survive_a_file(tmp_path: Path):
     rules = (FACTS | {"at_least": 0.5}, FACTS | {"not_worse_than": "run-a@1", "by_more_than": 0.02})
     file = tmp_path / "gate.yaml"
     file.write_text(yaml.safe_dump({"name": "release", "rules": list(rules)}))
-    read = load_gate(str(file))
+    read = load_config(str(file), Gate)
     assert [type(rule) for rule in read.rules] == [BoundRule, BaselineRule]
     assert Gate.model_validate_json(read.model_dump_json()) == read
 
@@ -363,7 +363,7 @@ def test_invalid_gate_is_refused(tmp_path: Path, content: dict[str, Any], expect
     file = tmp_path / "gate.yaml"
     file.write_text(yaml.safe_dump(content))
     with pytest.raises(BadInput, match="a valid Gate") as refused:
-        load_gate(str(file))
+        load_config(str(file), Gate)
     assert expected in refused.value.found
 
 
