@@ -172,7 +172,9 @@ def with_last_token(kwargs: Mapping[str, Any], described: Mapping[str, Any]) -> 
     text, path = language_config(described), language_path(described)
     held, asked = text.get("max_position_embeddings"), kwargs.get("max_model_len")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    scaled = rope.get("rope_type", rope.get("type", "default")) != "default" or any(map(_is_mapping, rope.values()))
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default" or any(
+        isinstance(value, Mapping) for value in rope.values()
+    )
     length = held if asked is None else asked
     if scaled or "hf_overrides" in kwargs or len(path) > 1 or any(name in text for name in _OTHER_LENGTHS):
         return dict(kwargs)
@@ -194,10 +196,6 @@ def for_text_alone(kwargs: Mapping[str, Any], described: Mapping[str, Any]) -> d
     if not is_multimodal(described) or not {TEXT_ALONE, "limit_mm_per_prompt"}.isdisjoint(kwargs):
         return dict(kwargs)
     return {**kwargs, TEXT_ALONE: True}
-
-
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, Mapping)
 
 
 def server_arguments(kwargs: Mapping[str, Any], *, folder: str, name: str, port: int) -> tuple[str, ...]:
@@ -238,26 +236,14 @@ def engine_variables(
 def _cache_variables(device: EngineDevice, cache: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
     if device == "cpu":
         return {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-    compiled = cache / arguments_digest(kwargs)
-    variables = {"VLLM_CACHE_ROOT": str(compiled)}
-    if device == "cuda":
-        return {
-            **variables,
-            "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
-            "TRITON_CACHE_DIR": str(compiled / "triton"),
-        }
-    # tpu-inference passes the first to JAX once its runner is built; earlier compilations use the second.
-    return {
-        **variables,
-        "VLLM_XLA_CACHE_PATH": str(compiled / "xla"),
-        "JAX_COMPILATION_CACHE_DIR": str(compiled / "xla"),
-    }
-
-
-def arguments_digest(kwargs: Mapping[str, Any]) -> str:
-    """Returns a short digest of engine arguments, without sampling defaults."""
     compiled_for = {name: value for name, value in kwargs.items() if name != "override_generation_config"}
-    return hashlib.sha256(json.dumps(compiled_for, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps(compiled_for, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    compiled = cache / digest
+    if device == "cuda":
+        folders = {"TORCHINDUCTOR_CACHE_DIR": compiled / "inductor", "TRITON_CACHE_DIR": compiled / "triton"}
+    else:  # tpu-inference passes the first to JAX once its runner is built; earlier compilations use the second
+        folders = {"VLLM_XLA_CACHE_PATH": compiled / "xla", "JAX_COMPILATION_CACHE_DIR": compiled / "xla"}
+    return {name: str(folder) for name, folder in {"VLLM_CACHE_ROOT": compiled, **folders}.items()}
 
 
 def with_engine_variables(config: InferencePoolConfig) -> InferencePoolConfig:

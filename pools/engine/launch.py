@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from pools.config import EngineDevice, InferencePoolConfig
+from pools.config import InferencePoolConfig
 from pools.engine.engines import (
     CHECK,
     CHECK_PROGRAM,
@@ -38,7 +38,6 @@ from pools.weights.model_files import (
     digest_model_folder,
     inspect_staged_folder,
     read_tensors,
-    tensor_in_common,
 )
 from pools.weights.staging import Staging
 from resources.backends.processes import device_variables
@@ -172,15 +171,6 @@ def why_not_reload(running: ServedCheckpoint, checkpoint: ServedCheckpoint) -> s
     return None
 
 
-def why_unprovable(running: ServedCheckpoint, checkpoint: ServedCheckpoint) -> str | None:
-    """Returns the reason that comparing a reload of `checkpoint` with a cold start would prove nothing, or None.
-
-    A tensor that is the same in both could stay stale unnoticed.
-    """
-    same = tensor_in_common(running.files, checkpoint.files)
-    return f"{same} is the same in both checkpoints" if same else None
-
-
 @dataclass(frozen=True)
 class HostPart:
     """A host's part, by its `rank`, of an engine that runs on several `hosts`; host 0 has the server.
@@ -297,34 +287,35 @@ class VllmLauncher:
             offline=True,  # the checkpoint is a local folder: nothing to download
             kwargs=engine_kwargs(self.config),
         )
-        of_part = part_variables(self.config.device, part) if part is not None else {}
+        if part is not None:  # none is read at import, so a fork server need not have them
+            variables["ASSAY_ENGINE_HOST"] = part.address
+            if self.config.device == "tpu":
+                variables["TPU_MULTIHOST_BACKEND"] = "ray"
         if self.config.device == "cpu" and self.config.resource_config.hosts_per_replica > 1:
             # vLLM would bind each rank to its own cores, by NUMA nodes, of which there may be fewer than ranks.
             variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        return {**(self.config.model.engine_variables or {}), **variables, **of_part, **_ANY_NAME, **_OVER_HTTP}
+        return {**(self.config.model.engine_variables or {}), **variables, **_ANY_NAME, **_OVER_HTTP}
 
 
 def engine_job(name: str, config: InferencePoolConfig, launch: Launch, *, key: str | None = None) -> JobRequest:
     """Returns the job of an engine, or of a host's part of it, started by its agent; a server requires `key`."""
     own = {ENGINE_KEY_VARIABLE: key} if key is not None else {}
     device = device_variables(config.resource_config.device)
-    return JobRequest(
-        name=f"engine-{name}-{random.randrange(16**6):06x}",
-        entrypoint=Command(launch.command, launch.arguments),
-        resources=ResourceConfig(),  # no device: its agent has its machine
-        environment=create_environment(env_vars={**device, **launch.variables, **own}, inherited=inheritance.ENGINE),
-        max_retries_preemption=0,  # the agent decides about a restart, since the model must be proved again
-    )
+    return _job(f"engine-{name}", launch, {**device, **launch.variables, **own})
 
 
 def check_job(launch: Launch) -> JobRequest:
     """Returns the job of a check of tensors, on the machine of its agent."""
+    return _job("check", launch, launch.variables)
+
+
+def _job(name: str, launch: Launch, variables: Mapping[str, str]) -> JobRequest:
     return JobRequest(
-        name=f"check-{random.randrange(16**6):06x}",
+        name=f"{name}-{random.randrange(16**6):06x}",
         entrypoint=Command(launch.command, launch.arguments),
-        resources=ResourceConfig(),
-        environment=create_environment(env_vars=dict(launch.variables), inherited=inheritance.ENGINE),
-        max_retries_preemption=0,
+        resources=ResourceConfig(),  # no device: its agent has its machine
+        environment=create_environment(env_vars=variables, inherited=inheritance.ENGINE),
+        max_retries_preemption=0,  # the agent decides about a restart, since the model must be proved again
     )
 
 
@@ -343,11 +334,6 @@ def part_arguments(part: HostPart) -> dict[str, Any]:
     host, port = part.meeting
     arguments = {"nnodes": part.hosts, "node_rank": part.rank, "master_addr": host, "master_port": port}
     return {**arguments, "headless": True} if part.rank else arguments
-
-
-def part_variables(device: EngineDevice, part: HostPart) -> dict[str, str]:
-    """Returns variables of a host's part; none is read at import, so a fork server need not have them."""
-    return {"ASSAY_ENGINE_HOST": part.address, **({"TPU_MULTIHOST_BACKEND": "ray"} if device == "tpu" else {})}
 
 
 def free_port(host: str = "127.0.0.1") -> int:

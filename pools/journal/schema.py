@@ -155,7 +155,7 @@ def connect(path: Path, *, wait_seconds: float) -> sqlite3.Connection:
                 raise PermissionError(errno.EPERM, "it is another user's", str(file))
             file.chmod(stat.S_IMODE(status.st_mode) & 0o700)
     connection = sqlite3.connect(path, timeout=wait_seconds, isolation_level=None, check_same_thread=False)
-    connection.text_factory = _decoded
+    connection.text_factory = lambda text: text.decode(errors="surrogateescape")
     try:
         _prepare(connection, wait_seconds=wait_seconds)
     except BaseException:
@@ -175,10 +175,6 @@ def _prepare(connection: sqlite3.Connection, *, wait_seconds: float) -> None:
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA wal_autocheckpoint = 0")
     connection.execute("PRAGMA cache_size = -16000")
-
-
-def _decoded(text: bytes) -> str:
-    return text.decode(errors="surrogateescape")
 
 
 def _version(connection: sqlite3.Connection) -> int:

@@ -132,11 +132,12 @@ class Journal:
         self._max_bytes = max_bytes
         self._keep_prompts = keep_prompts
         self._clock = clock
-        self._database = Database(path, warn=warn, retry_seconds=retry_seconds, clock=clock, committed=self._committed)
-        self.cells = OpenCells(self._database, path, max_bytes=max_bytes, warn=warn, mirror_seconds=mirror_seconds)
 
-    def _committed(self, size: int) -> None:
-        self.cells.committed(size)
+        def committed(size: int) -> None:
+            self.cells.committed(size)
+
+        self._database = Database(path, warn=warn, retry_seconds=retry_seconds, clock=clock, committed=committed)
+        self.cells = OpenCells(self._database, path, max_bytes=max_bytes, warn=warn, mirror_seconds=mirror_seconds)
 
     @property
     def counters(self) -> JournalStatus:

@@ -214,7 +214,9 @@ def publish(pool: KeptPool, *, in_place_of: PublishedPool | None = None) -> bool
         return replace_bytes(in_place_of.uri, content, standing=in_place_of.version, mode=0o600)
     place = places()[0]
     if storage.is_local(place):
-        _prepare(storage.local_path(place))
+        folder = storage.local_path(place)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _require_own(folder, folder.stat(), others=_WRITTEN_BY_OTHERS)
     if not creates_exclusively(place):
         raise BadInput(
             expected="a store where only one of several writers can create a file",
@@ -254,7 +256,7 @@ def _read(uri: str) -> PublishedPool | None:
         return PublishedPool(pool, uri, version) if pool is not None and version is not None else None
     path = storage.local_path(uri)
     try:
-        with open(path, "rb", opener=_no_link_and_no_waiting) as stream:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
             status = os.fstat(stream.fileno())
             content = stream.read() if stat.S_ISREG(status.st_mode) else b""
     except PermissionError as error:
@@ -269,20 +271,11 @@ def _read(uri: str) -> PublishedPool | None:
     return PublishedPool(pool, uri, Version(content, None))
 
 
-def _no_link_and_no_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
 def _pool_in(content: bytes) -> KeptPool | None:
     try:
         return KeptPool.model_validate_json(content)
     except ValidationError:
         return None
-
-
-def _prepare(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _require_own(folder, folder.stat(), others=_WRITTEN_BY_OTHERS)
 
 
 def _require_own(path: Path, status: os.stat_result, *, others: int) -> None:

@@ -91,7 +91,8 @@ class InferencePool:
 
     def _start(self, ending: ExitStack) -> None:
         require_startable(self.config, self._checkpoints, self._client)
-        own = None if self._is_foreign else ENVIRONMENTS[environment_name(self.config)]
+        is_foreign = not isinstance(self._launcher, VllmLauncher | None)
+        own = None if is_foreign else ENVIRONMENTS[environment_name(self.config)]
         build = self._build_engine()
         if self._launcher is not None and self._client.is_local:  # imported once for all replicas of this machine
             self._launcher = ending.enter_context(self._launcher.warmed(self._client))
@@ -126,10 +127,6 @@ class InferencePool:
         with ThreadPoolExecutor(2) as threads:
             threads.submit(agents.stop)
             threads.submit(self._proxy_process.stop)
-
-    @property
-    def _is_foreign(self) -> bool:
-        return not isinstance(self._launcher, VllmLauncher | None)
 
     def _build_engine(self) -> str:
         if self._launcher is not None:

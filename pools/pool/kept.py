@@ -39,7 +39,7 @@ from pools.pool.access import (
 )
 from pools.pool.inference import InferencePool, require_startable
 from pools.protocol import ProxyStatus, ServedModel
-from pools.proxy.client import ProxyAddress, wait_for_address
+from pools.proxy.client import ProxyAddress, address_of_job
 from pools.settings import ProxyKeys, proxy_keys
 from resources.backends.current import client_from_url, current_client
 from resources.backends.local.client import LocalClient
@@ -101,14 +101,17 @@ def keep_up(
         )
     )
     try:
-        address = _address_announced(job, name, timeout_seconds if client.is_local else config.startup_timeout_seconds)
+        remedy = "correct what the log complains about, and start it again"
+        patience_seconds = timeout_seconds if client.is_local else config.startup_timeout_seconds
+        address = address_of_job(job, f"the pool {name}", timeout_seconds=patience_seconds, remedy=remedy)
         access = described(address, key=keys.client, admin_key=keys.admin)
+        asked = settings().jobs
         known = {model: served.uri for model, served in models.items()}  # the proxy may not have them yet
         pool = KeptPool(
             name=name,
             access=access.model_copy(update={"checkpoints": known}),
             job_id=job.job_id,
-            backend=_url_of(client),
+            backend=asked if asked and client_from_url(asked) is client else client.url,
             place=_place_of(client),
             created=datetime.now(UTC),
             idle_seconds=idle_seconds,
@@ -150,21 +153,6 @@ def _keep(
         announce(pool.access.address.model_dump_json())
         pool.wait_until_unused(idle_seconds)
         _log.info("no client has used the pool for %g s", idle_seconds)
-
-
-def _address_announced(job: JobHandle, name: str, timeout_seconds: float) -> ProxyAddress:
-    try:
-        return wait_for_address(
-            job.announced, timeout_seconds=timeout_seconds, is_running=lambda: not job.status().finished
-        )
-    except ProxyFailed as error:
-        details, log = job.details(), job.logs(20).rstrip()
-        state = "it ended" if details.status.finished else f"it is {details.status}"
-        raise ProxyFailed(
-            expected=f"the pool {name} to answer within {timeout_seconds:g} s",
-            found=f"{state}{f', {details.reason}' if details.reason else ''}. Last lines of its log:\n{log}",
-            remedy="correct what the log complains about, and start it again",
-        ) from error
 
 
 def access_to(pool: str, *, key: SecretStr | None = None, admin_key: SecretStr | None = None) -> PoolAccess:
@@ -272,11 +260,6 @@ def _job_of(pool: KeptPool) -> JobHandle | None:
     except BadInput:
         return None
     return None if job.status().finished else job
-
-
-def _url_of(client: Client) -> str:
-    asked = settings().jobs
-    return asked if asked and client_from_url(asked) is client else client.url
 
 
 def _place_of(client: Client) -> str:

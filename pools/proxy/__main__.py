@@ -17,6 +17,8 @@ import resource
 import signal
 import sys
 
+import uvloop
+
 from pools.journal.store import Journal
 from pools.proxy.client import JournalFlags, ProxySettings
 from pools.proxy.connections.listener import Listener, borrowed
@@ -90,14 +92,6 @@ async def serve(settings: ProxySettings, keys: ProxyKeys) -> None:
         proxy.refuse_all("The proxy is shutting down.")
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # uvloop has no Windows build
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
 def _opened(flags: JournalFlags) -> Journal:
     path = flags.path or assay_settings().journal_path
     return Journal(path, max_bytes=flags.max_bytes, keep_prompts=flags.prompts, warn=_log.warning)
@@ -116,7 +110,7 @@ def main(settings: str) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _allow_open_files()
     try:
-        with asyncio.Runner(loop_factory=_new_loop) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(ProxySettings.model_validate_json(settings), proxy_keys()))
     except ProxyFailed as error:
         sys.stderr.write(f"{error}\n")

@@ -15,6 +15,7 @@ from pydantic import Field
 from pools.protocol import Announcement, DesiredState, Lease, Orders, ProxyLimits, ProxyStatus, RequestCounters
 from resources.config import Config
 from resources.errors import ProxyFailed, ProxyRefused
+from resources.jobs.jobs import JobHandle
 
 _ADDRESS_POLL_SECONDS = 0.02
 _CELL_SECONDS = 300.0  # copying to a mirror in a remote store takes long
@@ -92,6 +93,24 @@ def wait_for_address(
                 remedy="look at its log and at the load of this machine",
             )
         time.sleep(_ADDRESS_POLL_SECONDS)
+
+
+def address_of_job(job: JobHandle, what: str, *, timeout_seconds: float, remedy: str) -> ProxyAddress:
+    """Returns the address that a proxy's job announces; `what` is the subject of the error, which shows its log."""
+
+    def is_running() -> bool:
+        return not job.status().finished
+
+    try:
+        return wait_for_address(job.announced, timeout_seconds=timeout_seconds, is_running=is_running)
+    except ProxyFailed as error:
+        details, log = job.details(), job.logs(20).rstrip()
+        state = "it ended" if details.status.finished else f"it is {details.status}"
+        raise ProxyFailed(
+            expected=f"{what} to answer within {timeout_seconds:g} s",
+            found=f"{state}{f', {details.reason}' if details.reason else ''}. Last lines of its log:\n{log}",
+            remedy=remedy,
+        ) from error
 
 
 class ProxyClient:

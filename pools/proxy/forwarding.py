@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from pools.journal.answers import AnswerFacts
 from pools.journal.cells import CellScope
 from pools.journal.keys import Subject, question
-from pools.journal.store import Claim, Journal, StoredAnswer
+from pools.journal.store import Claim, Journal
 from pools.protocol import ProxyLimits, RequestCounters, ServedModel
 from pools.proxy.connections.messages import ClientGone, Refusal, Reply, Request, Responder, no_room, unknown_model
 from pools.proxy.connections.upstream import Call, Upstream
@@ -140,7 +139,8 @@ class Forwarder:
                 if not asked.share.hold(len(stored.body)):
                     raise no_room()
                 asked.share.complete()
-                responder.send(_stored_reply(stored))
+                content_type = stored.content_type.encode("latin-1")
+                responder.send(Reply(200, stored.body, ((b"Content-Type", content_type),)))
                 for tally in self._tallies(asked, scope):
                     tally.journal_hits += 1
                 settled = True
@@ -187,7 +187,10 @@ class Forwarder:
                 tally.upstream += 1
             last = await self._attempt(replica, asked, responder)
             if last.outcome is RequestOutcome.ANSWERED or last.stream is not None:
-                self._count_tokens(last.facts, tallies)
+                if (facts := last.facts) is not None:
+                    for tally in tallies:
+                        tally.prompt_tokens += facts.prompt_tokens
+                        tally.completion_tokens += facts.completion_tokens
                 return last, digest
             tried[replica.name] = last.outcome
             if last.outcome in (RequestOutcome.LOST, RequestOutcome.TAKEN_AWAY):
@@ -217,12 +220,6 @@ class Forwarder:
         if last.outcome is RequestOutcome.SERVER_ERROR:
             raise _InvalidAnswers(502, f"Engines gave answers that are not whole or not valid, {attempts} times.")
         raise Refusal(502, f"Engines broke the connection, or took none, before they had answered, {attempts} times.")
-
-    def _count_tokens(self, facts: AnswerFacts | None, tallies: list[RequestCounters]) -> None:
-        if facts is not None:
-            for tally in tallies:
-                tally.prompt_tokens += facts.prompt_tokens
-                tally.completion_tokens += facts.completion_tokens
 
     async def _attempt(self, replica: RoutedReplica, asked: Asked, responder: Responder) -> Attempt:
         outcome: RequestOutcome | None = None
@@ -349,7 +346,3 @@ async def _give(last: Attempt, responder: Responder) -> int:
     assert last.reply is not None
     responder.send(last.reply)
     return last.reply.status
-
-
-def _stored_reply(stored: StoredAnswer) -> Reply:
-    return Reply(200, stored.body, ((b"Content-Type", stored.content_type.encode("latin-1")),))

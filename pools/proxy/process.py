@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pools.config import InferencePoolConfig
 from pools.jobs import Restarts, labelled, placed_with, pool_environment
-from pools.proxy.client import JournalFlags, ProxyAddress, ProxySettings, wait_for_address
+from pools.proxy.client import JournalFlags, ProxyAddress, ProxySettings, address_of_job
 from pools.proxy.connections.listener import lent, standing_socket
 from pools.settings import ProxyKeys
 from resources.config import ResourceConfig
@@ -94,31 +94,21 @@ class ProxyProcess:
             engine_timeout_seconds=config.engine_timeout_seconds,
             lease_seconds=config.lease_seconds,
         )
-        try:
-            job = self._job = self._client.submit(
-                JobRequest(
-                    name=labelled("proxy", self._label, secrets.token_hex(6)),
-                    # Call sends our code along, for machines without an installation.
-                    entrypoint=Command("python", proxy_settings.arguments)
-                    if local
-                    else Call(_serve, (proxy_settings.model_dump_json(),)),
-                    resources=ResourceConfig(preemptible=False, **placed_with(config.resource_config)),
-                    environment=pool_environment(config, env_vars=self._keys.as_environment()),
-                    max_retries_preemption=0,  # only this process knows its address, and restarts it
-                )
+        self._job = self._client.submit(
+            JobRequest(
+                name=labelled("proxy", self._label, secrets.token_hex(6)),
+                # Call sends our code along, for machines without an installation.
+                entrypoint=Command("python", proxy_settings.arguments)
+                if local
+                else Call(_serve, (proxy_settings.model_dump_json(),)),
+                resources=ResourceConfig(preemptible=False, **placed_with(config.resource_config)),
+                environment=pool_environment(config, env_vars=self._keys.as_environment()),
+                max_retries_preemption=0,  # only this process knows its address, and restarts it
             )
-            address = wait_for_address(
-                job.announced,
-                timeout_seconds=_START_SECONDS if local else config.startup_timeout_seconds,
-                is_running=lambda: not job.status().finished,
-            )
-        except ProxyFailed as error:
-            log = self._job.logs(max_lines=10).rstrip() if self._job else ""
-            raise ProxyFailed(
-                expected=error.expected,
-                found=f"{error.found}. Last lines of its log:\n{log}",
-                remedy="choose another proxy_port, or 0 for a free port",
-            ) from error
+        )
+        patience_seconds = _START_SECONDS if local else config.startup_timeout_seconds
+        remedy = "choose another proxy_port, or 0 for a free port"
+        address = address_of_job(self._job, "the proxy", timeout_seconds=patience_seconds, remedy=remedy)
         before = self.address or address
         if (address.host, address.port) != (before.host, before.port):
             raise ProxyFailed(

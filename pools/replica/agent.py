@@ -156,9 +156,9 @@ class Agent:
                 return
             if isinstance(self._replica.failure, EngineDied):
                 return  # announced as such; the pool ends the agent
-            for model, served in orders.next.items():
-                self._prefetch(model, served)
-                break
+            if (ahead := next(iter(orders.next.values()), None)) is not None and ahead.uri:
+                self._staging.prefetch(ahead.uri, digests_of(ahead))
+                self._gang.prefetch(ahead)
             if orders.model is None or orders.served is None:
                 self._failed = None
                 return
@@ -177,11 +177,6 @@ class Agent:
             with self._obeying:
                 self._loading = False
             self._obey()  # the orders may have changed meanwhile
-
-    def _prefetch(self, model: str, served: ServedModel) -> None:
-        if served.uri:
-            self._staging.prefetch(served.uri, digests_of(served))
-            self._gang.prefetch(served)
 
     def _load(self, model: str, served: ServedModel) -> None:
         loading = Loading()

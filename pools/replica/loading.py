@@ -126,7 +126,7 @@ class Deaths:
             self.of_errors[held] += 1
         elif not self._restarts.allow():
             reason = (job.details().reason if job else None) or ""
-            killed = any(word in reason for word in _KILLED) or computing_process_ended(log)
+            killed = any(word in reason for word in _KILLED) or _CONSEQUENCE.search(log)
             hint = "; it was killed, as for want of memory: give the replicas more with --ram" if killed else ""
             return EngineDied(
                 expected=f"the engine of {self._replica} to live",
@@ -150,11 +150,6 @@ def first_error(log: str) -> str | None:
     """Returns the line of the error that ended an engine; None if its log has none, as after SIGKILL."""
     match = _first_match(log)
     return _words(match)[:_SHOWN_CHARACTERS] if match else None
-
-
-def computing_process_ended(log: str) -> bool:
-    """Returns True if the log reports the end of the process that computes behind the engine's server."""
-    return _CONSEQUENCE.search(log) is not None
 
 
 def explained(log: str) -> str:
