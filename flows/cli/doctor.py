@@ -55,21 +55,30 @@ def doctor(*, as_json: Json = False) -> None:
 
 def examine() -> list[Finding]:
     """Examines the machine without changing it."""
-    machine = [_assay(), _python(), _cpu_engine(), _gpu(), _tpu(), _memory(), _disk()]
-    file = str(deployment_data("prefect.yaml"))
-    deployments = Finding("Deployments", "ok", file, "prefect deploy --all --prefect-file …")
-    return [*machine, *_environments(), _prefect(), deployments, *_regions(), *_images(), _wheels()]
-
-
-def _assay() -> Finding:
     commit, changed = git_state()
     text = f", commit {commit[:12]}{' with uncommitted changes' if changed else ''}" if commit else ""
-    return Finding("Assay", "ok", versions()["assay"] + text)
+    links = pip_find_links()
+    return [
+        Finding("Assay", "ok", versions()["assay"] + text),
+        _checked("Python", sys.version_info >= (3, 11), platform.python_version(), "install 3.11+"),
+        _cpu_engine(),
+        _accelerators("GPU", " NVIDIA", ("/proc/driver/nvidia/gpus", "*")),
+        _accelerators("TPU", " chips", ("/dev", "accel*"), ("/dev/vfio", "[0-9]*")),
+        _memory(),
+        _disk(),
+        *_environments(),
+        _prefect(),
+        Finding("Deployments", "ok", str(deployment_data("prefect.yaml")), "prefect deploy --all --prefect-file …"),
+        *_regions(),
+        *_images(),
+        _checked("Local wheels", bool(links), ", ".join(links) or "none; torch comes from its own index", "", "note"),
+    ]
 
 
-def _python() -> Finding:
-    fine = sys.version_info >= (3, 11)
-    return Finding("Python", "ok" if fine else "missing", platform.python_version(), "" if fine else "install 3.11+")
+def _checked(
+    subject: str, fine: bool, seen: str, remedy: str, level: Literal["note", "missing"] = "missing"
+) -> Finding:
+    return Finding(subject, "ok" if fine else level, seen, "" if fine else remedy)
 
 
 def _cpu_engine() -> Finding:
@@ -84,18 +93,10 @@ def _cpu_engine() -> Finding:
     return Finding("vLLM on CPU", "ok", f"{wide}")
 
 
-def _gpu() -> Finding:
-    cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
-    if cards:
-        return Finding("GPU", "ok", f"{len(cards)} NVIDIA")
-    return Finding("GPU", "note", "none", "pools with GpuConfig need another machine")
-
-
-def _tpu() -> Finding:
-    chips = sorted(Path("/dev").glob("accel*")) or sorted(Path("/dev/vfio").glob("[0-9]*"))
-    if chips:
-        return Finding("TPU", "ok", f"{len(chips)} chips")
-    return Finding("TPU", "note", "none", "pools with TpuConfig need another machine")
+def _accelerators(subject: str, unit: str, *places: tuple[str, str]) -> Finding:
+    found = next(filter(None, (len(list(Path(folder).glob(pattern))) for folder, pattern in places)), 0)
+    remedy = f"pools with {subject.capitalize()}Config need another machine"
+    return _checked(subject, bool(found), f"{found}{unit}" if found else "none", remedy, "note")
 
 
 def _memory() -> Finding:
@@ -104,25 +105,21 @@ def _memory() -> Finding:
         return Finding("Memory", "note", "unknown")
     kibibytes = int(next(line for line in meminfo.read_text().splitlines() if "MemAvailable" in line).split()[1])
     fine = kibibytes * 1024 >= _ENGINE_MEMORY_BYTES
-    seen = f"{kibibytes / 1024**2:.1f} GiB free"
-    return Finding("Memory", "ok" if fine else "missing", seen, "" if fine else "an engine wants about 4 GiB")
+    return _checked("Memory", fine, f"{kibibytes / 1024**2:.1f} GiB free", "an engine wants about 4 GiB")
 
 
 def _disk() -> Finding:
     folder = settings().cache_dir
     existing = next(place for place in (folder, *folder.parents) if place.is_dir())
     free = shutil.disk_usage(existing).free
-    fine = free >= _ENGINE_DISK_BYTES
-    remedy = "" if fine else "environments take about 4 GiB: free some, or set ASSAY_CACHE_DIR"
-    return Finding("Disk", "ok" if fine else "missing", f"{free / 1024**3:.0f} GiB free at {existing}", remedy)
+    remedy = "environments take about 4 GiB: free some, or set ASSAY_CACHE_DIR"
+    return _checked("Disk", free >= _ENGINE_DISK_BYTES, f"{free / 1024**3:.0f} GiB free at {existing}", remedy)
 
 
 def _environments() -> list[Finding]:
     known = {name: is_built(spec) for name, spec in (ENVIRONMENTS | harness_environments()).items()}
     return [
-        Finding(f"Environment {name}", "ok", "built")
-        if built
-        else Finding(f"Environment {name}", "note", "not built yet", "built on first use")
+        _checked(f"Environment {name}", built, "built" if built else "not built yet", "built on first use", "note")
         for name, built in known.items()
     ]
 
@@ -176,7 +173,7 @@ def image_finding(image: str, commit: str | None, *, changed: bool, since: Calla
     tag, version = image.rpartition("/")[2].partition(":")[2].partition("@")[0], versions()["assay"]
 
     def finding(fresh: bool, seen: str, remedy: str = _REBUILD) -> Finding:
-        return Finding(f"Image {image}", "ok" if fresh else "note", seen, "" if fresh else remedy)
+        return _checked(f"Image {image}", fresh, seen, remedy, "note")
 
     if _VERSION.fullmatch(tag):
         same = tag.removeprefix("v") == version
@@ -195,10 +192,3 @@ def commits_since(commit: str) -> int | None:
     """Returns how many later commits have changed the content of images; None without a clone that has the commit."""
     count = git_output(Path(__file__).parents[2], "rev-list", "--count", f"{commit}..HEAD", "--", *_IN_IMAGES)
     return None if count is None else int(count)
-
-
-def _wheels() -> Finding:
-    links = pip_find_links()
-    return Finding(
-        "Local wheels", "ok" if links else "note", ", ".join(links) or "none; torch comes from its own index"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -37,7 +37,7 @@ from tasks.reports.page import results_rows, results_table
 from tasks.running.cells import Cell
 from tasks.running.planning import Plan, Request, plan
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
-from tasks.spec.loading import load_config
+from tasks.spec.loading import build_config, load_config
 from tasks.spec.names import how_many
 from tasks.spec.sinks import Sink
 from tasks.spec.suites import Suite, SuiteRequest, load_suite
@@ -103,7 +103,8 @@ def _evaluate(
     deciding: EarlyOptions,
     dry_run: bool,
 ) -> None:
-    gate, selection = deciding.applied_to(gating.loaded()), selecting.selection()
+    gate = deciding.applied_to(gating.loaded())
+    selection = build_config(asdict(selecting), CheckpointSelection, source="the options")
     if sending.on_work_pool and gating.summary is not None:
         raise BadInput(
             expected="--summary where the gate is judged",

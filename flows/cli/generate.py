@@ -152,7 +152,7 @@ def generation_from_options(
         "model_name": served.name,
         "pool_name": served.pool,
         "pool_key_block": served.pool_key_block,
-        "selection": selecting.content(),
+        "selection": asdict(selecting),
         "prompts": {**asdict(asked), "template": _text(asked.template), "chat": engines.chat},
         "sampling": {
             **requests,

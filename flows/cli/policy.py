@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
@@ -59,46 +59,42 @@ def status(
     """
     if plan + gaps + watch > 1:
         raise BadInput(expected="one of --plan, --gaps and --watch", found="several", remedy="keep one of them")
-    if as_json:
-        print_json(_content(policy, plan=plan, gaps=gaps, use_index=not no_index))
-    elif plan:
-        _show_plan(policy, use_index=not no_index)
+    look = partial(_snapshot, policy, use_index=not no_index)
+    seen = look()
+    if plan:
+        _show_plan(*seen, as_json=as_json)
     elif gaps:
-        _, _, state = _snapshot(policy, use_index=not no_index)
-        if state.every or state.gone:
-            OUT.print(gaps_table(state))
-        say(_summary(state))
+        _show_gaps(*seen, as_json=as_json)
+    elif as_json:
+        print_json(_status_content(*seen))
     elif watch:
-        with Live(_progress(policy, use_index=not no_index), console=OUT, auto_refresh=False) as live:
+        with Live(_progress(*seen), console=OUT, auto_refresh=False) as live:
             while True:
                 time.sleep(every)
-                live.update(_progress(policy, use_index=not no_index), refresh=True)
+                live.update(_progress(*look()), refresh=True)
     else:
-        OUT.print(_progress(policy, use_index=not no_index), highlight=False)
+        OUT.print(_progress(*seen), highlight=False)
 
 
-def _content(uri: str, *, plan: bool, gaps: bool, use_index: bool) -> dict[str, Any]:
-    policy, listings, state = _snapshot(uri, use_index=use_index)
-    if gaps:
-        return gaps_json(policy, state)
-    if plan:
-        batches = _batches(policy, listings, state)
-        return plan_json(policy, state, _estimates(policy, listings, batches), batches)
-    return _status_content(policy, listings, state)
-
-
-def _show_plan(uri: str, *, use_index: bool) -> None:
-    policy, listings, state = _snapshot(uri, use_index=use_index)
+def _show_plan(policy: Policy, listings: list[RunListing], state: Reconciliation, *, as_json: bool) -> None:
     batches = _batches(policy, listings, state)
-    estimates = _estimates(policy, listings, batches)
+    estimates = Estimates(listings, batches if policy.dispatch == "work_pools" else None)
+    if as_json:
+        print_json(plan_json(policy, state, estimates, batches))
+        return
     if state.work:
         OUT.print(plan_table(policy, state, estimates))
         say(*(f"{line[:1].upper()}{line[1:]}" for line in estimates.together(state.work).lines()))
     say(*(batch.described() for batch in batches), _summary(state))
 
 
-def _estimates(policy: Policy, listings: list[RunListing], batches: list[Batch]) -> Estimates:
-    return Estimates(listings, batches if policy.dispatch == "work_pools" else None)
+def _show_gaps(policy: Policy, _: list[RunListing], state: Reconciliation, *, as_json: bool) -> None:
+    if as_json:
+        print_json(gaps_json(policy, state))
+        return
+    if state.every or state.gone:
+        OUT.print(gaps_table(state))
+    say(_summary(state))
 
 
 def _status_content(policy: Policy, listings: list[RunListing], state: Reconciliation) -> dict[str, Any]:
@@ -110,8 +106,7 @@ def _status_content(policy: Policy, listings: list[RunListing], state: Reconcili
     return status_json(policy, listings, state, verdicts)
 
 
-def _progress(uri: str, *, use_index: bool) -> Group:
-    policy, listings, state = _snapshot(uri, use_index=use_index)
+def _progress(policy: Policy, listings: list[RunListing], state: Reconciliation) -> Group:
     content = _status_content(policy, listings, state)
     return Group(*status_tables(content), *cost_lines(content["cost"]), _summary(state))
 
@@ -176,7 +171,11 @@ def alerts(
     for each in meant:
         write_acknowledgement(each.run_folder, each.alert, note=note)
     if meant:
-        _rewrite_reports({each.run_folder for each in meant})
+        for folder in {each.run_folder for each in meant}:
+            page = storage.join(folder, REPORT_NAME)
+            if storage.exists(page):
+                records_at, run = storage.parent(folder), storage.basename(folder)
+                write_report(read_records(folder), page, title=run, records_at=records_at, run=run)
         listed = list_alerts(folders)
     if as_json:
         print_json([each.as_dict() for each in listed])
@@ -252,14 +251,6 @@ def _record_folders(where: str) -> list[str]:
             remedy="evaluate something, or name another folder",
         )
     return [where]
-
-
-def _rewrite_reports(run_folders: Iterable[str]) -> None:
-    for folder in run_folders:
-        page = storage.join(folder, REPORT_NAME)
-        if storage.exists(page):
-            records_at, run = storage.parent(folder), storage.basename(folder)
-            write_report(read_records(folder), page, title=run, records_at=records_at, run=run)
 
 
 def _snapshot(uri: str, *, use_index: bool) -> tuple[Policy, list[RunListing], Reconciliation]:

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.table import Table
+from rich.table import Column
 
 from flows.cli.options.evaluations import PartOptions
 from flows.cli.options.pools import PoolOptions, pool_content, refuse_with_config
-from flows.console.console import ERR, OUT, Json, print_json, say, write
+from flows.console.console import ERR, OUT, Json, print_json, say, table_of, write
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable, environment_name
 from pools.pool.access import places
@@ -91,12 +91,12 @@ def pool_ls(*, as_json: Json = False) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table("Name", "State", "Address", "Replicas", "Users", "Answered")
-    table.columns[2].no_wrap = True
+    shown: list[tuple[str, ...]] = []
     for row in rows:
         replicas = "\n".join(f"{name}: {state}" for name, state in row["replicas"].items())
         users = "\n".join(row["users"]) or "none"
-        table.add_row(row["name"], row["state"], row["base_url"], replicas, users, str(row["answered"]))
+        shown.append((row["name"], row["state"], row["base_url"], replicas, users, str(row["answered"])))
+    table = table_of("Name", "State", Column("Address", no_wrap=True), "Replicas", "Users", "Answered", rows=shown)
     OUT.print(table if rows else f"No pool is kept up in {' or '.join(places())}.", soft_wrap=not rows)
     for row in rows:
         if row["state"] == "failed":

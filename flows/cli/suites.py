@@ -6,7 +6,7 @@ import difflib
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.table import Table
+from rich.table import Column, Table
 
 from flows.console.console import OUT, Json, note, print_json, say, table_of
 from resources.environments.environments import ensure_environment
@@ -50,7 +50,16 @@ def suites(
     elif benchmarks is not None:
         raise BadInput(expected="--check with --benchmarks", found="none", remedy="add it, or leave --benchmarks out")
     if as_json:
-        contents = [_suite_content(suite) for suite in shown]
+        contents = [
+            {
+                **suite.model_dump(mode="json", exclude={"evaluations", "extends"}),
+                "evaluations": [
+                    {**evaluation.model_dump(mode="json", exclude_defaults=True), "needs": _needs(evaluation)}
+                    for evaluation in suite.evaluations
+                ],
+            }
+            for suite in shown
+        ]
         print_json(contents if name is None else contents[0])
     elif name is None:
         OUT.print(_suites_table(shown))
@@ -177,16 +186,6 @@ def _needs(evaluation: SuiteEvaluation) -> dict[str, Any]:
     }
 
 
-def _suite_content(suite: Suite) -> dict[str, Any]:
-    return {
-        **suite.model_dump(mode="json", exclude={"evaluations", "extends"}),
-        "evaluations": [
-            {**evaluation.model_dump(mode="json", exclude_defaults=True), "needs": _needs(evaluation)}
-            for evaluation in suite.evaluations
-        ],
-    }
-
-
 def _words(needs: dict[str, Any]) -> str:
     words = {
         "examples": needs["fewshot"] > 0,
@@ -200,28 +199,26 @@ def _words(needs: dict[str, Any]) -> str:
 
 
 def _suites_table(shown: list[Suite]) -> Table:
-    table = Table("Suite", "For", "Parts", "Asks", "Needs")
-    table.columns[0].no_wrap = True  # names are copied from here
+    rows: list[tuple[str, ...]] = []
     for suite in shown:
         needs = dict.fromkeys(
             word for evaluation in suite.evaluations for word in _words(_needs(evaluation)).split(", ") if word
         )
         number = sum(len(evaluation.evals) for evaluation in suite.evaluations)
-        table.add_row(suite.name, suite.description, str(len(suite.evaluations)), str(number), ", ".join(needs))
-    return table
+        rows.append((suite.name, suite.description, str(len(suite.evaluations)), str(number), ", ".join(needs)))
+    return table_of(Column("Suite", no_wrap=True), "For", "Parts", "Asks", "Needs", rows=rows)  # names are copied
 
 
 def _evaluations_table(suite: Suite) -> Table:
-    table = Table("Label", "Evaluator", "Benchmarks", "Needs", "Data")
-    table.columns[0].no_wrap = True
+    rows: list[tuple[str, ...]] = []
     for evaluation in suite.evaluations:
         benchmarks = ", ".join(
             task.metric_key if task.num_fewshot is None else f"{task.metric_key} ({task.num_fewshot})"
             for task in evaluation.evals
         )
         needs = _needs(evaluation)
-        table.add_row(evaluation.label, evaluation.evaluator.title, benchmarks, _words(needs), needs["data"])
-    return table
+        rows.append((evaluation.label, evaluation.evaluator.title, benchmarks, _words(needs), needs["data"]))
+    return table_of(Column("Label", no_wrap=True), "Evaluator", "Benchmarks", "Needs", "Data", rows=rows)
 
 
 def _show_sets(*, as_json: bool) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
@@ -43,6 +43,7 @@ _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
 _EVENT = "prefect.flow-run."
 
 Action = Literal["create", "update", "unchanged", "remove"]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,20 @@ def deploy_policy(planned: PolicyDeployment, *, silent_after: timedelta, dry_run
     check_policy_paths(planned.policy)
     _require_longer_than_heartbeats(silent_after)
     with prefect_client() as client:
-        _require_work_pool(client, planned.work_pool)
-        deployment = _deployment(client, planned)
+        if _found(client.read_work_pool, planned.work_pool) is None:
+            raise BadInput(
+                expected=f"a work pool {planned.work_pool} on the server",
+                found="none of that name",
+                remedy=f"make it (prefect work-pool create {planned.work_pool} --type process; those of the regions "
+                f"file: assay work-pools apply) and start a worker for it (prefect worker start --pool "
+                f"{planned.work_pool}), or name another work pool with --work-pool",
+            )
+        existing = _found(client.read_deployment_by_name, planned.name)
+        deployment = _deployment(client, planned, existing)
         changes = [deployment]
-        identifier = None
+        identifier = existing.id if existing else None
         if not dry_run and deployment.action != "unchanged":
             identifier = _deploy(client, planned)
-        existing = _present(client, planned)
-        identifier = identifier or (existing.id if existing else None)
         automations = {
             planned.event_automation: _on_event(planned, identifier) if planned.on_event else None,
             **{watcher.name: watcher for watcher in _watchers(silent_after)},
@@ -158,37 +165,24 @@ def _require_longer_than_heartbeats(silent_after: timedelta) -> None:
         )
 
 
-def _require_work_pool(client: SyncPrefectClient, name: str) -> None:
+def _found(read: Callable[..., _T], *arguments: Any) -> _T | None:
     try:
-        client.read_work_pool(name)
-    except ObjectNotFound:
-        raise BadInput(
-            expected=f"a work pool {name} on the server",
-            found="none of that name",
-            remedy=f"make it (prefect work-pool create {name} --type process; those of the regions file: assay "
-            f"work-pools apply) and start a worker for it (prefect worker start --pool {name}), or name another "
-            "work pool with --work-pool",
-        ) from None
-
-
-def _present(client: SyncPrefectClient, planned: PolicyDeployment) -> DeploymentResponse | None:
-    try:
-        return client.read_deployment_by_name(planned.name)
+        return read(*arguments)
     except ObjectNotFound:
         return None
 
 
-def _deployment(client: SyncPrefectClient, planned: PolicyDeployment) -> Change:
-    existing = _present(client, planned)
+def _deployment(client: SyncPrefectClient, planned: PolicyDeployment, existing: DeploymentResponse | None) -> Change:
     if existing is None:
         return Change("deployment", planned.name, "create")
+    queue = _found(client.read_work_queue_by_name, str(existing.work_queue_name), existing.work_pool_name)
     now = {
         "parameters": existing.parameters,
         "work pool": existing.work_pool_name,
         "work queue": existing.work_queue_name,
         "entrypoint": existing.entrypoint,
         "schedule": [_as_configured(schedule.schedule) for schedule in existing.schedules if schedule.active],
-        "runs at once": _runs_at_once(client, existing),
+        "runs at once": queue.concurrency_limit if queue else None,
         "tags": sorted(existing.tags),
     }
     then = {
@@ -202,13 +196,6 @@ def _deployment(client: SyncPrefectClient, planned: PolicyDeployment) -> Change:
     }
     differs = tuple(key for key in then if now[key] != then[key])
     return Change("deployment", planned.name, "update" if differs else "unchanged", differs)
-
-
-def _runs_at_once(client: SyncPrefectClient, existing: DeploymentResponse) -> int | None:
-    try:
-        return client.read_work_queue_by_name(str(existing.work_queue_name), existing.work_pool_name).concurrency_limit
-    except ObjectNotFound:
-        return None
 
 
 def _as_configured(schedule: Any) -> Any:

@@ -23,7 +23,7 @@ from resources.storage import storage
 from tasks.records.provenance import place_in_git
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.publishing import sinks_in
-from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import (
     DEFAULT_EVALUATOR,
     EVALUATORS,
@@ -144,32 +144,17 @@ class SelectionOptions(OptionGroup):
 
     which: str = "all"
     """all, latest or first."""
-    every: int | None = None
+    every_n_steps: Annotated[int | None, Parameter("--every")] = None
     """Only the first step at or past each multiple of this, and the last."""
-    step: tuple[int, ...] = ()
+    steps: Annotated[tuple[int, ...], Parameter("--step")] = ()
     """Only this training step; repeatable."""
     steps_from: str | None = None
     r"""A regular expression with a group around the step, for other paths, such as 'step(\d+)-tokens'; or tokens, or
     epoch."""
     series: str | None = None
     """Only this series, where several lie below the run, each with its own name; . for checkpoints without a series."""
-    wait: float = 0.0
+    wait_for_incomplete_seconds: Annotated[float, Parameter("--wait")] = 0.0
     """Seconds to wait for checkpoints that are being written."""
-
-    def content(self) -> dict[str, Any]:
-        """Returns the input for `CheckpointSelection`."""
-        return {
-            "which": self.which,
-            "every_n_steps": self.every,
-            "steps": self.step,
-            "steps_from": self.steps_from,
-            "series": self.series,
-            "wait_for_incomplete_seconds": self.wait,
-        }
-
-    def selection(self) -> CheckpointSelection:
-        """Returns the selection for the options."""
-        return build_config(self.content(), CheckpointSelection, source="the options")
 
 
 @Parameter(name="*")

@@ -34,8 +34,9 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def test_bundled_questions_regenerated_are_byte_identical(tmp_path: Path) -> None:
-    program = PROGRAMS / "make_demo_benchmarks.py"
-    subprocess.run([sys.executable, "-B", str(program), "--output", str(tmp_path)], check=True, timeout=60)
+    program = REPOSITORY / "tests" / "data" / "make_demo_benchmarks.py"
+    command = [sys.executable, "-B", str(program), "--output", str(tmp_path)]
+    subprocess.run(command, env={"PYTHONPATH": str(PROGRAMS)}, check=True, timeout=60)
     for name in (*NAMES, "inspect_ai/demo_choices"):
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (BUNDLED / f"{name}.jsonl").read_bytes()
     assert (tmp_path / INSTRUCTIONS).read_bytes() == (BUNDLED / INSTRUCTIONS).read_bytes()

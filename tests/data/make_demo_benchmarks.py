@@ -4,7 +4,7 @@
 
 The files are in the repository, so this documents their origin and need not run. Needs only Python:
 
-    python flows/demo/programs/make_demo_benchmarks.py --output tasks/spec/bundled
+    PYTHONPATH=flows/demo/programs python tests/data/make_demo_benchmarks.py --output tasks/spec/bundled
 """
 
 import argparse
