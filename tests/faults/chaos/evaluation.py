@@ -209,8 +209,11 @@ class ByDeployment(Way):
 def deployed(folder: Path) -> Iterator[Field]:
     """Runs a Prefect server with a work pool and the flow."""
     folder.mkdir(parents=True)
-    heartbeats = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_SECONDS}
-    with prefect_field(folder) as field, used_here(field.url), temporary_settings(heartbeats):
+    with (
+        prefect_field(folder) as field,
+        used_here(field.url),
+        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_SECONDS}),
+    ):
         apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])
         watch_over_flow_runs(_SILENT_AFTER)
         as_module = {"work_pool_name": LOCAL_WORK_POOL, "entrypoint_type": EntrypointType.MODULE_PATH, "tags": [TAG]}
