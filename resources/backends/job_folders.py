@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 import shutil
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from resources.backends.processes import argv_of
 from resources.errors import BadInput
-from resources.jobs.jobs import Call, Command, JobDetails, JobRequest, JobStatus
+from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, JobStatus
 from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_file
 from resources.jobs.results import pickled
 from resources.jobs.waiting import BackendJob
@@ -38,6 +39,10 @@ class FolderJob(BackendJob):
     @abstractmethod
     def process_details(self) -> dict[str, Any]:
         """Returns its `status.json`: status, reason, numbers of attempts, and fields of the backend."""
+
+    @abstractmethod
+    def request_stop(self) -> None:
+        """Requests the end of the job, and returns before it has ended."""
 
     @abstractmethod
     def _file(self, name: str, replica: int) -> Path:
@@ -100,14 +105,45 @@ class FolderJob(BackendJob):
 Job = TypeVar("Job", bound=FolderJob)
 
 
-class JobFolders(Generic[Job]):
-    """The folders of a backend's jobs below `root`; `handle` returns the handle on the job of a folder."""
+class FolderClient(Client, Generic[Job]):
+    """Runs jobs with folders below `root`; `handle` returns the handle on the job of a folder."""
 
     def __init__(self, root: Path, handle: Callable[[Path], Job]) -> None:
-        self.root = root
+        self._root = root
         self._handle = handle
+        self._jobs: dict[str, Job] = {}
+        self._lock = threading.Lock()
 
-    def create(
+    def attach(self, job_id: str) -> Job:
+        """Returns a handle on a job of any process with the same folders; raises `BadInput` if there is none."""
+        folder = self._root / job_id
+        if not re.fullmatch(r"\w[\w.-]*", job_id) or not (folder / _STATUS).is_file():
+            raise BadInput(
+                expected=f"the id of a job in {self._root}",
+                found=repr(job_id),
+                remedy="Choose one of the folders there; those of old jobs are removed.",
+            )
+        return self._handle(folder)
+
+    def jobs(self) -> list[JobDetails]:
+        """Returns the jobs of all processes with the same folders, the newest first."""
+        jobs: list[JobDetails] = []
+        for status in self._root.glob(f"*/{_STATUS}"):
+            with suppress(OSError, KeyError, ValueError):  # another process prunes them, or it is not a job's
+                jobs.append(self._handle(status.parent).details())
+        return sorted(jobs, key=lambda details: details.submitted_at or 0.0, reverse=True)
+
+    def shutdown(self) -> None:
+        jobs = self._mortal()
+        for job in jobs:
+            job.request_stop()
+        for job in jobs:
+            job.terminate()
+
+    def _mortal(self) -> list[Job]:
+        return [job for job in self._jobs.values() if not job.outlives_parent]
+
+    def _create_folder(
         self, request: JobRequest, *, python: Path, imports: Sequence[str], working_directory: Path, **further: Any
     ) -> Path:
         """Writes the files of a pending job, and returns its folder, which has the job's id as its name.
@@ -118,7 +154,7 @@ class JobFolders(Generic[Job]):
         """
         job_id = f"{request.name}-{secrets.token_hex(4)}"
         call = pickled(request.entrypoint, job_id=job_id) if isinstance(request.entrypoint, Call) else None
-        folder = self.root / job_id
+        folder = self._root / job_id
         folder.mkdir(parents=True, mode=0o700)
         if call is not None:
             (folder / _CALL).write_bytes(call)
@@ -139,29 +175,10 @@ class JobFolders(Generic[Job]):
         replace_json(folder / _STATUS, {**pending, "supervisor_pid": None, "replicas": []})
         return folder
 
-    def attach(self, job_id: str) -> Job:
-        """Returns a handle on a job of any process with the same folders; raises `BadInput` if there is none."""
-        folder = self.root / job_id
-        if not re.fullmatch(r"\w[\w.-]*", job_id) or not (folder / _STATUS).is_file():
-            raise BadInput(
-                expected=f"the id of a job in {self.root}",
-                found=repr(job_id),
-                remedy="Choose one of the folders there; those of old jobs are removed.",
-            )
-        return self._handle(folder)
-
-    def details(self) -> list[JobDetails]:
-        """Returns the jobs of all processes with the same folders, the newest first."""
-        jobs: list[JobDetails] = []
-        for status in self.root.glob(f"*/{_STATUS}"):
-            with suppress(OSError, KeyError, ValueError):  # another process prunes them, or it is not a job's
-                jobs.append(self._handle(status.parent).details())
-        return sorted(jobs, key=lambda details: details.submitted_at or 0.0, reverse=True)
-
-    def prune(self) -> list[Job]:
+    def _prune(self) -> list[Job]:
         """Removes finished jobs except the 200 with the latest changes of state; returns the jobs that it keeps."""
         changed_at: dict[Path, float] = {}
-        for status in self.root.glob(f"*/{_STATUS}"):
+        for status in self._root.glob(f"*/{_STATUS}"):
             with suppress(OSError):  # another process may be pruning too
                 changed_at[status.parent] = status.stat().st_mtime
         kept: list[Job] = []

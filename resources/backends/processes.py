@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
@@ -55,6 +56,22 @@ def argv_of(entrypoint: Command | Path, *, python: Path, imports: Iterable[str])
             return [command, *args]
         case Path():
             return [str(python), str(PROGRAMS / "run_call.py"), str(entrypoint), *imports]
+
+
+def start_supervisor(
+    folder: Path, *marks: str, variables: Mapping[str, str], stdin: int = subprocess.PIPE
+) -> subprocess.Popen[bytes]:
+    """Starts `supervise.py` on the specification in a folder, in a session of its own."""
+    with (folder / "supervisor.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-E", "-s", "-S", str(PROGRAMS / "supervise.py"), str(folder), *marks],
+            env=variables,
+            cwd=folder,
+            stdin=stdin,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
 
 def variables_of(

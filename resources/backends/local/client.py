@@ -9,28 +9,26 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-import threading
 import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from resources.backends.job_folders import FolderJob, JobFolders
+from resources.backends.job_folders import FolderClient, FolderJob
 from resources.backends.processes import (
-    PROGRAMS,
     device_variables,
     existing_folder,
     import_folders,
     interpreter_of,
+    start_supervisor,
     variables_of,
     workspace_of,
 )
 from resources.backends.programs.endings import end_marked
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.jobs.jobs import Client, JobDetails, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import JobRequest, JobStatus, create_environment
 from resources.jobs.waiting import while_running
 from resources.settings import settings
 
@@ -133,7 +131,7 @@ class LocalJob(FolderJob):
         return details
 
 
-class LocalClient(Client):
+class LocalClient(FolderClient[LocalJob]):
     """Runs jobs as processes of this machine. A job ends with its client and its handle, unless it outlives its parent.
 
     Args:
@@ -145,18 +143,15 @@ class LocalClient(Client):
     def __init__(
         self, jobs_dir: Path | None = None, *, grace_seconds: float = 10.0, device_root: Path = Path("/")
     ) -> None:
-        self._jobs_dir = jobs_dir or settings().jobs_dir
-        self._folders = JobFolders(self._jobs_dir, LocalJob)
+        super().__init__(jobs_dir or settings().jobs_dir, LocalJob)
         self._grace_seconds = grace_seconds
         self._device_root = device_root
-        self._jobs: dict[str, LocalJob] = {}
         self._has_pruned = False
-        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
         """Returns `local`, or an address with the folder of its jobs if that is not the default."""
-        return "local" if self._jobs_dir == settings().jobs_dir else f"local://{self._jobs_dir.absolute()}"
+        return "local" if self._root == settings().jobs_dir else f"local://{self._root.absolute()}"
 
     @property
     def is_local(self) -> bool:
@@ -175,11 +170,11 @@ class LocalClient(Client):
             if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running
             if not self._has_pruned:
-                self._folders.prune()
+                self._prune()
                 self._has_pruned = True
             for name in [name for name, job in self._jobs.items() if job.has_ended()]:
                 del self._jobs[name]  # each handle holds a pipe open
-            folder = self._folders.create(
+            folder = self._create_folder(
                 request,
                 python=python,
                 imports=[str(workspace), *import_folders()],
@@ -193,28 +188,15 @@ class LocalClient(Client):
                 defaults=device_variables(request.resources.device),
                 given={"ASSAY_JOB_ID": folder.name, "ASSAY_JOBS": self.url},
             )
-            job = _start(folder, variables=variables, outlives_parent=request.outlives_parent)
+            marks = ["--outlives-parent"] if request.outlives_parent else []
+            pipe = subprocess.DEVNULL if request.outlives_parent else subprocess.PIPE
+            job = LocalJob(folder, supervisor=start_supervisor(folder, *marks, variables=variables, stdin=pipe))
             self._jobs[request.name] = job
         job.wait_until_started()
         return job
 
-    def attach(self, job_id: str) -> LocalJob:
-        """Returns a handle on a job of any process of this machine; raises `BadInput` if there is none."""
-        return self._folders.attach(job_id)
-
-    def jobs(self) -> list[JobDetails]:
-        """Returns the jobs of all processes of this machine."""
-        return self._folders.details()
-
     def check_resources(self, resources: ResourceConfig) -> None:
         _check_device(resources.device, device_root=self._device_root)
-
-    def shutdown(self) -> None:
-        jobs = [job for job in self._jobs.values() if not job.outlives_parent]
-        for job in jobs:
-            job.request_stop()
-        for job in jobs:
-            job.terminate()
 
 
 def client_from_address(host: str, path: str) -> LocalClient:
@@ -234,21 +216,6 @@ def local_client() -> LocalClient:
 @cache
 def _client_of_process(process_id: int) -> LocalClient:
     return LocalClient()
-
-
-def _start(folder: Path, *, variables: dict[str, str], outlives_parent: bool) -> LocalJob:
-    marks = ["--outlives-parent"] if outlives_parent else []
-    with (folder / "supervisor.log").open("wb") as log:
-        supervisor = subprocess.Popen(
-            [sys.executable, "-E", "-s", "-S", str(PROGRAMS / "supervise.py"), str(folder), *marks],
-            env=variables,
-            cwd=folder,
-            stdin=subprocess.DEVNULL if outlives_parent else subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    return LocalJob(folder, supervisor=supervisor)
 
 
 def _check_device(device: Device, *, device_root: Path) -> None:

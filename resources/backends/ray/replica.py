@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,7 +18,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from resources.backends.processes import PROGRAMS, argv_of, interpreter_of, variables_of
+from resources.backends.processes import argv_of, interpreter_of, start_supervisor, variables_of
 from resources.backends.ray.orders import Output, ProcessEnd, ProcessOrder, refusal_text
 from resources.config import TpuConfig
 from resources.errors import AssayError, BadInput
@@ -104,19 +103,11 @@ class _Run:
 
     def start(self, folder: Path, specification: dict[str, Any], variables: dict[str, str]) -> bool:
         (folder / "specification.json").write_text(json.dumps(specification))
-        with self._lock, (folder / "supervisor.log").open("wb") as log:
+        with self._lock:
             if self._told_to_end:
                 return False
             self._folder = folder
-            self._supervisor = subprocess.Popen(
-                [sys.executable, "-E", "-s", "-S", str(PROGRAMS / "supervise.py"), str(folder)],
-                env=variables,
-                cwd=folder,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            self._supervisor = start_supervisor(folder, variables=variables)
         return True
 
     def end_on_request(self) -> None:

@@ -13,7 +13,6 @@ import os
 import shlex
 import shutil
 import sys
-import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from resources.backends.job_folders import FolderJob, JobFolders
+from resources.backends.job_folders import FolderClient, FolderJob
 from resources.backends.leases import LEASE_SECONDS, POLL_SECONDS, LeaseRenewer
 from resources.backends.processes import (
     PROGRAMS,
@@ -37,7 +36,7 @@ from resources.backends.slurm.slurm import Slurm
 from resources.backends.slurm.states import LOST, Seen, after_failed_launch, from_outside
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, JobTimeout, UnsatisfiableResources
-from resources.jobs.jobs import Client, JobDetails, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import JobRequest, JobStatus, create_environment
 from resources.jobs.packaging import package_workspace, unpack
 from resources.jobs.waiting import growing_pauses, while_running
 from resources.settings import job_id, settings
@@ -187,7 +186,7 @@ class SlurmJob(FolderJob):
         return time.time() - renewed_at < 2 * self._specification["lease_seconds"]
 
 
-class SlurmClient(Client):
+class SlurmClient(FolderClient[SlurmJob]):
     """Runs jobs on a partition of a Slurm cluster.
 
     Args:
@@ -208,14 +207,12 @@ class SlurmClient(Client):
     ) -> None:
         self._slurm = slurm
         self._folder = (folder or settings().slurm_dir).absolute()
-        self._folders = JobFolders(self._folder / "jobs", partial(SlurmJob, slurm))
+        super().__init__(self._folder / "jobs", partial(SlurmJob, slurm))
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
         self._leases = LeaseRenewer(lease_seconds=lease_seconds)
-        self._jobs: dict[str, SlurmJob] = {}
         self._has_begun = False
-        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -239,7 +236,7 @@ class SlurmClient(Client):
                 existing_folder(request.working_directory or local_workspace), local_workspace, to=workspace
             )
             start_in.mkdir(parents=True, exist_ok=True)  # empty folders are not in the package
-            folder = self._folders.create(
+            folder = self._create_folder(
                 request,
                 python=python,
                 imports=[str(workspace), *imports],
@@ -262,23 +259,11 @@ class SlurmClient(Client):
             self._leases.add(job.job_id, job.renew)
         return job
 
-    def attach(self, job_id: str) -> SlurmJob:
-        """Returns a handle on a job of any process with the same folder; raises `BadInput` if there is none."""
-        return self._folders.attach(job_id)
-
-    def jobs(self) -> list[JobDetails]:
-        """Returns the jobs of all processes that use the same folder."""
-        return self._folders.details()
-
     def check_resources(self, resources: ResourceConfig) -> None:
         self._check(resources, image=None, replicas=resources.replicas * resources.hosts_per_replica)
 
     def shutdown(self) -> None:
-        jobs = self._mortal()
-        for job in jobs:
-            job.request_stop()
-        for job in jobs:
-            job.terminate()
+        super().shutdown()
         self._leases.close()
 
     def _check(self, resources: ResourceConfig, *, image: str | None, replicas: int) -> None:
@@ -309,13 +294,14 @@ class SlurmClient(Client):
 
     def _begin(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._prune()
+        kept = {job.workspace for job in self._prune()}
+        for workspace in (self._folder / "workspaces").glob("*"):
+            with suppress(OSError):  # another process may be pruning too
+                if workspace.name not in kept and time.time() - workspace.stat().st_mtime > 86400:
+                    shutil.rmtree(workspace)
         owner = os.getpid()
         atexit.register(lambda: self._end_at_exit() if os.getpid() == owner else None)
         self._has_begun = True
-
-    def _mortal(self) -> list[SlurmJob]:
-        return [job for job in self._jobs.values() if not job.outlives_parent]
 
     def _end_at_exit(self) -> None:
         for job in self._mortal():
@@ -325,13 +311,6 @@ class SlurmClient(Client):
     def _parent(self) -> str | None:
         mine = job_id()
         return mine if mine and (self._folder / "jobs" / mine / "status.json").is_file() else None
-
-    def _prune(self) -> None:
-        kept = {job.workspace for job in self._folders.prune()}
-        for workspace in (self._folder / "workspaces").glob("*"):
-            with suppress(OSError):  # another process may be pruning too
-                if workspace.name not in kept and time.time() - workspace.stat().st_mtime > 86400:
-                    shutil.rmtree(workspace)
 
 
 def client_from_address(host: str, path: str, **options: str) -> SlurmClient:

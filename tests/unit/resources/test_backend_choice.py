@@ -20,7 +20,7 @@ from resources.backends.local.client import LocalClient
 class FakeClient(LocalClient):
     @property
     def url(self):
-        return f"fake://here{self._jobs_dir}"
+        return f"fake://here{self._root}"
 
 
 def client_from_address(host, path):
