@@ -17,8 +17,8 @@ from flows.hooks import pipeline
 from pools.weights.merges import with_each_location
 from resources.errors import AssayError, BadInput, CheckpointError
 from resources.storage import storage
-from tasks.checkpoints.checkpoint import LOADED_NATIVELY, Checkpoint
-from tasks.checkpoints.discovery import find_checkpoints
+from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.checkpoints.discovery import find_checkpoints, layouts_for
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
 from tasks.policies.actions import stopping_if_cancelled
 from tasks.policies.batches import served_together
@@ -194,9 +194,8 @@ def _place(cell: OpenCell) -> str:
 
 
 def _as_it_is(cell: OpenCell, errors: list[AssayError]) -> Checkpoint | None:
-    kinds = LOADED_NATIVELY if cell.evaluation.config.native else ("huggingface",)
     try:
-        listed = find_checkpoints(cell.checkpoint.uri, kinds=kinds, reference=cell.evaluation.config.native_reference)
+        listed = find_checkpoints(cell.checkpoint.uri, **layouts_for([cell.evaluation.config]))
     except CheckpointError as error:
         report_event(f"{cell.checkpoint.name}: {error.found}")
         errors.append(error)

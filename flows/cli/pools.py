@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput
-from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.checkpoints.checkpoint import SERVED, WITH_CODE, Checkpoint, Kind
 from tasks.checkpoints.discovery import complete_among, find_checkpoints
 from tasks.prefect_server.progress import Event, Update, listening
 from tasks.spec.loading import build_config, load_config
@@ -140,7 +140,7 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
     path, run_name = config.model.path, config.model.name
     assert path is not None
     model = config.model.model_copy(update={"path": None})  # users may add others
-    complete = checkpoints_to_serve(path)
+    complete = checkpoints_to_serve(path, kinds=WITH_CODE if model.trusts_code else SERVED)
     require_code_allowed((each.folder for each in complete if each.folder), allowed=model.trusts_code)
     checkpoints = [
         Servable.from_folder(checkpoint.named_in(run_name), checkpoint.folder, digest_model_folder(checkpoint.folder))
@@ -179,10 +179,10 @@ def accelerators_counted(resources: ResourceConfig) -> Iterator[None]:
         yield
 
 
-def checkpoints_to_serve(path: str) -> list[Checkpoint]:
-    """Returns the complete checkpoints at a location; prints the others with their reasons."""
+def checkpoints_to_serve(path: str, *, kinds: Collection[Kind] = SERVED) -> list[Checkpoint]:
+    """Returns the complete checkpoints at a location, of `kinds`; prints the others with their reasons."""
     shown = partial(ERR.print, highlight=False, markup=False, soft_wrap=True)
-    return complete_among(find_checkpoints(path, note=shown), path, on_left_out=shown)
+    return complete_among(find_checkpoints(path, kinds=kinds, note=shown), path, on_left_out=shown)
 
 
 def state_of(state: KeptPoolState) -> dict[str, Any]:

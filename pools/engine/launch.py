@@ -140,13 +140,12 @@ def digests_of(served: ServedModel) -> ModelDigests:
     return ModelDigests(weights=served.weights, tokenizer=served.tokenizer, config=served.config)
 
 
-def staging(environment: str | None = None) -> Staging:
-    """Returns this machine's storage for copies of checkpoints.
-
-    `environment` is that of `python_with_torch`.
-    """
+def staging(environment: str | None = None, *, trusted: bool = False) -> Staging:
+    """Returns this machine's storage for copies of checkpoints. `environment` is that of `python_with_torch`; `trusted`
+    is True if code in checkpoints may run."""
     python = partial(python_with_torch, environment)
-    return Staging(settings().staging_dir, max_bytes=settings().staging_max_bytes, python=python)
+    folder, max_bytes = settings().staging_dir, settings().staging_max_bytes
+    return Staging(folder, max_bytes=max_bytes, python=python, trusted=trusted)
 
 
 def why_not_reload(running: ServedCheckpoint, checkpoint: ServedCheckpoint) -> str | None:

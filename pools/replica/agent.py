@@ -109,7 +109,7 @@ class Agent:
             name, config, launcher=launcher, client=client, on_change=self._changed, drain=self._drain, gang=self._gang
         )
         self._ingress = None if is_loopback(address.host) else Ingress(own_host, self._engine_port)
-        self._staging = staging(environment_name(config))
+        self._staging = staging(environment_name(config), trusted=config.model.trusts_code)
         self._held: StagedFolder | None = None
         self._failed: tuple[str, str] | None = None
         self._orders: Orders | None = None

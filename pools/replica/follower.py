@@ -54,7 +54,7 @@ class Follower:
         self._orders = HostOrders()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._staging = staging(environment_name(config))
+        self._staging = staging(environment_name(config), trusted=config.model.trusts_code)
         self._staged: dict[str, StagedFolder] = {}
         self._job: JobHandle | None = None
         self._door: str | None = None

@@ -7,6 +7,7 @@ import os
 import queue
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -15,8 +16,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pools.weights.formats import INDEX_NAME, read_json, read_safetensors_header, unwrapped
+from pools.weights.formats import (
+    EXPORTERS,
+    INDEX_NAME,
+    VERL_RECIPE,
+    package_of,
+    read_json,
+    read_safetensors_header,
+    unwrapped,
+)
 from pools.weights.making import Making
+from pools.weights.model_files import small_files
 from resources.errors import CheckpointError, StorageError
 from resources.jobs import inheritance
 from resources.settings import process_environment
@@ -25,6 +35,7 @@ from resources.storage.file_copy import CopyStopped
 from resources.storage.regular_files import open_within, real_path
 
 _PROGRAM = Path(__file__).parent / "programs" / "make_weights.py"
+_EXPORTING = _PROGRAM.with_name("run_exporter.py")
 _SILENT_SECONDS = 1800.0  # a shard in torch's older format is read whole before its first line
 _LOOK_SECONDS = 0.5
 _TAIL_BYTES = 2000
@@ -68,6 +79,50 @@ def export_distributed(making: Making) -> None:
         (folder / storage.basename(name)).symlink_to(place)
     _run(making, {"folder": str(folder), "target": str(target), "ties": _ties(making)})
     unwrap_names(target)
+
+
+def export_states(making: Making) -> None:
+    """Makes safetensors of shards by their framework's own exporter, in which a checkpoint can run code."""
+    recipe = making.folder.made_by
+    assert recipe is not None
+    folder, target = making.content.parent / "shards", making.content.parent / "exported"
+    tag = storage.basename(storage.parent(making.folder.files[making.folder.weight_files[-1]].uri))
+    module, *arguments = (part.format(folder=folder, target=target, tag=tag) for part in EXPORTERS[recipe].split(" "))
+    typed = f"python -m {EXPORTERS[recipe]}".format(folder=making.folder.uri, target="FOLDER", tag=tag)
+    if not making.trusted:
+        raise CheckpointError(
+            expected="weights that are read without running code in them",
+            found=f"{making.folder.uri} has shards of {package_of(recipe)}, whose exporter unpickles without limits",
+            remedy=f"allow it (--engine trust_remote_code=true), or export them: {typed}",
+        )
+    python = _python_with(package_of(recipe), making, typed)
+    for path in (folder, target):
+        shutil.rmtree(path, ignore_errors=True)
+    described = {f"huggingface/{name}": file for name, file in small_files(making.folder).items()}
+    for name, file in ({name: making.folder.files[name] for name in making.folder.weight_files} | described).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(storage.local_path(file.place).resolve())
+    trusting = ["--trust-remote-code"] if recipe == VERL_RECIPE else []
+    job = {"module": module, "arguments": [*arguments, *trusting], "target": str(target)}
+    _run(making, job, program=_EXPORTING, python=python)
+    written = sorted(target.glob("*.safetensors"))
+    for path in written:
+        unwrap_names(path)
+        path.rename(making.content / path.name)
+    write_index(making, [path.name for path in written])
+
+
+def _python_with(package: str, making: Making, typed: str) -> str:
+    places = [str(making.python()), sys.executable, *filter(None, map(shutil.which, ("python3", "python")))]
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    for python in dict.fromkeys(places):
+        if subprocess.run([python, "-I", "-c", look], check=False, capture_output=True).returncode == 0:
+            return python
+    raise CheckpointError(
+        expected=f"{package}, whose exporter reads {making.folder.uri}",
+        found=f"none of {', '.join(dict.fromkeys(places))} has it",
+        remedy=f"install it for one of them, or export the shards: {typed}",
+    )
 
 
 def rewrite_shards(making: Making) -> None:
@@ -162,11 +217,11 @@ def write_index(making: Making, targets: Sequence[str]) -> None:
     )
 
 
-def _run(making: Making, job: Mapping[str, Any]) -> None:
+def _run(making: Making, job: Mapping[str, Any], *, program: Path = _PROGRAM, python: str | None = None) -> None:
     uri = making.folder.uri
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [str(making.python()), "-I", str(_PROGRAM)],
+            [python or str(making.python()), "-I", str(program)],
             env=process_environment(inherited=inheritance.ENGINE),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

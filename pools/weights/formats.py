@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -34,6 +35,15 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 ADAPTER_RECIPE = "adapter 1"
 """Recipe for an adapter on its base; increase its number when the same files give other numbers."""
 DISTRIBUTED_RECIPE = "dcp 1"
+ZERO_RECIPE, VERL_RECIPE = "zero 1", "verl 1"
+EXPORTERS = {
+    ZERO_RECIPE: "deepspeed.utils.zero_to_fp32 {folder} {target} --tag {tag} --safe_serialization",
+    VERL_RECIPE: "verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir {target}",
+}
+"""Module, of the package in its name, and arguments with which a framework exports its own shards (deepspeed 0.19, verl
+0.9). Both unpickle without limits, so that a checkpoint can run code in them."""
+_OF_VERL = re.compile(r"(?:actor/)?model_world_size_(\d+)_rank_(\d+)\.pt")
+_OF_ZERO = re.compile(r"([^/]+)/[^/]+_states\.pt")
 SHARDED_FOLDER = "pytorch_model_fsdp_0"
 """Folder in a checkpoint of accelerate 1.15 with FSDP's shards, written by torch.distributed.checkpoint."""
 _FULL_NAME = "pytorch_model_fsdp.bin"  # the same by accelerate with FULL_STATE_DICT
@@ -87,6 +97,9 @@ def weights_in(files: Mapping[str, FileInfo], problems: list[str]) -> Weights:
                 problems.append(f"{place}.metadata is not there, which is written when all shards are")
             chosen = f"the shards of torch.distributed.checkpoint{' in ' if place else ''}{place}"
             return Weights(held, made_by=DISTRIBUTED_RECIPE, notes=_notes(files, held, chosen, DISTRIBUTED_RECIPE))
+    for recipe, held in ((ZERO_RECIPE, _of_zero(files, problems)), (VERL_RECIPE, _of_verl(files, problems))):
+        if held:
+            return Weights(held, made_by=recipe, notes=_notes(files, held, f"shards of {package_of(recipe)}", recipe))
     shards = [name for name in files if name.endswith(".safetensors")]
     if "consolidated.safetensors" in files or "consolidated.00.pth" in files:
         problems.append(
@@ -100,6 +113,46 @@ def weights_in(files: Mapping[str, FileInfo], problems: list[str]) -> Weights:
     else:
         problems.append("no weights: neither model.safetensors nor an index is there")
     return Weights()
+
+
+def package_of(recipe: str) -> str:
+    """Returns the package with the exporter of a recipe."""
+    return EXPORTERS[recipe].partition(".")[0]
+
+
+def _of_zero(files: Mapping[str, FileInfo], problems: list[str]) -> tuple[str, ...]:
+    held = sorted(name for name in files if _OF_ZERO.fullmatch(name))
+    tags = {name.partition("/")[0] for name in held}
+    if not any(name.endswith("_optim_states.pt") for name in held):
+        return ()
+    if len(tags) > 1:
+        problems.append(f"states of several steps: {', '.join(sorted(tags))}")
+    if "latest" not in files:
+        problems.append("latest is not there, which is written when all shards are")
+    return ("latest", *held)
+
+
+def _of_verl(files: Mapping[str, FileInfo], problems: list[str]) -> tuple[str, ...]:
+    shards = {name: matched for name in sorted(files) if (matched := _OF_VERL.fullmatch(name))}
+    if not shards:
+        return ()
+    sizes = {int(matched[1]) for matched in shards.values()}
+    if {int(matched[2]) for matched in shards.values()} != set(range(max(sizes))) or len(sizes) > 1:
+        problems.append(f"shards of {len(shards)} ranks where {max(sizes)} are named: not all are there")
+    return ("fsdp_config.json", *shards)
+
+
+def files_of_model(listed: Mapping[str, FileInfo]) -> dict[str, FileInfo]:
+    """Returns those files of a listing, by names relative to its folder, that a model may consist of: directly in it,
+    shards of FSDP, of ZeRO if there are no other weights, and those below verl's `actor/`, without the folder."""
+    if any(_OF_VERL.fullmatch(name) for name in listed):
+        listed = {name.removeprefix("actor/").removeprefix("huggingface/"): file for name, file in listed.items()}
+    whole = any(fnmatch.fnmatchcase(name, pattern) for name in listed for pattern in _WEIGHTS if "/" not in name)
+    return {
+        name: file
+        for name, file in listed.items()
+        if name.rpartition("/")[0] in ("", SHARDED_FOLDER) or (not whole and _OF_ZERO.fullmatch(name))
+    }
 
 
 def is_adapter(files: Mapping[str, FileInfo]) -> bool:
@@ -128,7 +181,7 @@ def _is_weights(name: str) -> bool:
 def cut_off(file: FileInfo) -> str | None:
     """Returns the problem of a file of torch without its end, which is written last; None for other files."""
     name, end = storage.basename(file.uri), max(0, file.size - _ZIP_END_BYTES)
-    if not name.endswith(".bin"):
+    if not name.endswith((".bin", ".pt")):
         return None
     try:
         first = storage.read_bytes(file.place, start=0, end=len(_ZIP_FIRST))

@@ -29,6 +29,7 @@ class Making:
         folder: the inspected checkpoint, with all its files on this machine.
         content: folder for the weights; config, tokenizer and templates are there.
         python: returns an interpreter with torch and transformers, which it may have to build.
+        trusted: True if code in the checkpoint may run.
         hold_copy: copies or makes another checkpoint on this machine, and protects it until released.
         stopped: asked before each block or second; if it is True, `CopyStopped` is raised.
         on_bytes: called with the number of bytes written since the last call.
@@ -37,6 +38,7 @@ class Making:
     folder: ModelFolder
     content: Path
     python: Callable[[], Path]
+    trusted: bool
     hold_copy: Callable[[ModelFolder], Hold]
     stopped: Callable[[], bool]
     on_bytes: Callable[[int], None]
@@ -58,6 +60,7 @@ def make_checkpoint(
     parallel_files: int,
     range_bytes: int,
     python: Callable[[], Path],
+    trusted: bool,
     hold_copy: Callable[[ModelFolder], Hold],
 ) -> Path:
     """Has the maker of a checkpoint's recipe make its weights, from its files or their copy; returns the folder with
@@ -82,7 +85,7 @@ def make_checkpoint(
     for name, file in small_files(folder).items():
         storage.write_bytes(str(content / name), storage.read_bytes(file.place))
     count = counted(made_bytes, filling.on_progress)
-    make(Making(folder, content, python, hold_copy, filling.stopped, count))
+    make(Making(folder, content, python, trusted, hold_copy, filling.stopped, count))
     if is_adapter or _identities(folder) != read:  # a removal changes times too, but not contents
         require_planned(filling.uri, digest_model_folder(inspect_checkpoint(filling.uri)), filling.digests)
     inspect_model_folder(str(content)).require_complete()

@@ -21,10 +21,10 @@ from pools.weights.formats import (
     INDEX_NAME,
     INDEX_RECIPE,
     PREFIX_RECIPE,
-    SHARDED_FOLDER,
     Tensor,
     Weights,
     cut_off,
+    files_of_model,
     irregular,
     is_adapter,
     read_json,
@@ -232,8 +232,7 @@ def inspect_reference_folder(
     place = without_options(uri)
     listed = checkpoint_files(place) if files is None else files
     prefix = place.rstrip("/") + "/"
-    own = {info.uri.removeprefix(prefix): info for info in listed}
-    own = {name: info for name, info in own.items() if name.rpartition("/")[0] in ("", SHARDED_FOLDER)}
+    own = files_of_model({info.uri.removeprefix(prefix): info for info in listed})
     by_name, missing, notes = described_by(uri, own, files_in)
     problems: list[str] = []
     config = _read_config(by_name, problems)

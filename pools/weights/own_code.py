@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pools.architectures import is_listed
-from pools.weights.formats import read_json
+from pools.weights.formats import EXPORTERS, package_of, read_json
 from pools.weights.model_files import ModelFolder
 from pools.weights.tokenizers import SETTINGS_NAME
 from resources.errors import BadInput
@@ -24,6 +24,8 @@ def code_needed(folder: ModelFolder) -> str | None:
     Raises:
         StorageError: a file in a store cannot be read.
     """
+    if folder.made_by in EXPORTERS:
+        return f"shards of {package_of(folder.made_by)}, whose exporter unpickles without limits, are"
     model = _named(folder.config, _MODEL) or _named(folder.config, _CONFIG)
     if model and not is_listed(folder.config):
         return f"config.json names {model}"

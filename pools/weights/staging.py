@@ -86,6 +86,7 @@ class Staging:
         parallel_files: files of a checkpoint that are read at once.
         range_bytes: bytes of a file that are read at once; the most that a crash loses.
         python: returns an interpreter with torch and transformers, for weights that are made by their functions.
+        trusted: True if code in checkpoints may run, as exporters of frameworks can.
     """
 
     def __init__(
@@ -96,11 +97,13 @@ class Staging:
         parallel_files: int = 4,
         range_bytes: int = RANGE_BYTES,
         python: Callable[[], Path] = python_with_torch,
+        trusted: bool = False,
     ) -> None:
         self._copies = BoundedFolder(folder, max_bytes=max_bytes)
         self._parallel_files = parallel_files
         self._range_bytes = range_bytes
         self._python = python
+        self._trusted = trusted
         self._closed = threading.Event()
         self._changed = threading.Condition()
         self._queued: _PlannedCheckpoint | None = None
@@ -294,7 +297,8 @@ class Staging:
         recipe = inspect_checkpoint(planned.uri).made_by
         if recipe is None:
             return copy_checkpoint(filling, **copying)
-        return make_checkpoint(filling, _maker(recipe), **copying, python=self._python, hold_copy=hold_copy)
+        made = partial(make_checkpoint, python=self._python, trusted=self._trusted, hold_copy=hold_copy)
+        return made(filling, _maker(recipe), **copying)
 
     def _wait_for_copy(self, key: str, *, stopped: Callable[[], bool], on_progress: Progress | None) -> None:
         if stopped():
@@ -356,6 +360,8 @@ def _maker(recipe: str) -> Callable[[Making], None]:
             from pools.weights.adapter_merging import merge_adapter as make
         case "dcp":
             from pools.weights.converting import export_distributed as make
+        case "zero" | "verl":
+            from pools.weights.converting import export_states as make
         case "index" | "prefix":
             from pools.weights.converting import rewrite_shards as make
         case unknown:

@@ -17,6 +17,8 @@ Kind = Literal["huggingface", "levanter", "dcp", "megatron", "foreign"]
 SERVED: tuple[Kind, ...] = ("huggingface",)
 LOADED_NATIVELY: tuple[Kind, ...] = ("huggingface", "levanter")
 """Kinds that engines serve, and kinds that the native evaluation loads."""
+WITH_CODE: tuple[Kind, ...] = (*SERVED, "foreign")
+"""Kinds that engines serve if code of checkpoints may run: frameworks' exporters unpickle without limits."""
 Inputs = tuple[int, ...]
 """A checkpoint of a run as the steps of its inputs: 1 step for a trained checkpoint, several if it is merged, none if
 it has a label: rules take all labels of a run or none."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from pools.weights.formats import INDEX_NAME, SHARDED_FOLDER
+from pools.weights.formats import EXPORTERS, INDEX_NAME, SHARDED_FOLDER
 from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder, is_native
 from pools.weights.merges import merge_of, with_each_location
 from pools.weights.model_files import checkpoint_files
@@ -20,7 +20,7 @@ from resources.errors import BadInput, not_there
 from resources.storage import storage
 from resources.storage.listings import FileInfo
 from resources.storage.mlflow_artifacts import pinned
-from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Kind, first_at_multiples
+from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, WITH_CODE, Checkpoint, Kind, first_at_multiples
 from tasks.checkpoints.foreign import described_as
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
@@ -159,6 +159,12 @@ class Layouts(NamedTuple):
             named = names.by_folder.get(folder)
             if named is not None and folder not in holding and (named.run, named.step) not in complete:
                 modified = max(file.modified for file in files)
+                if (
+                    kind in kinds
+                    and (made := inspect_checkpoint(options.at(folder) if options else folder)).made_by in EXPORTERS
+                ):
+                    yield checkpoint_of(named, folder, made.modified, problems=made.problems, folder=made), files
+                    continue
                 yield checkpoint_of(named, folder, modified, kind=kind, problems=(problem,)), files
 
 
@@ -266,7 +272,10 @@ def discover(
         )
         checkpoints = in_series(listed, selection.series, path)
         incomplete = [checkpoint for checkpoint in checkpoints if not checkpoint.complete]
-        waiting_helps = any(checkpoint.kind in kinds and not _lacks_tokenizer(checkpoint) for checkpoint in incomplete)
+        waiting_helps = any(
+            checkpoint.kind in kinds and checkpoint.kind != "foreign" and not _lacks_tokenizer(checkpoint)
+            for checkpoint in incomplete
+        )
         if not waiting_helps or clock() >= deadline:
             break
         sleep(_INCOMPLETE_POLL_SECONDS)
@@ -348,6 +357,7 @@ def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:
     """Returns the layouts to find: Levanter's own layout too, if every evaluation loads checkpoints natively."""
     native = [config for config in configs if config.native]
     kinds = LOADED_NATIVELY if native and len(native) == len(configs) else SERVED
+    kinds = WITH_CODE if configs and all(config.trusts_code for config in configs) else kinds
     return {"kinds": kinds, "reference": next((config.native_reference for config in native), None)}
 
 

@@ -2,7 +2,7 @@
 
 Sources: GPT-NeoX (EleutherAI/gpt-neox, tools/ckpts/convert_neox_to_hf.py); DeepSpeed (`zero_to_fp32.py`, which it
 copies next to a checkpoint); verl (volcengine/verl 17321c5, verl/model_merger); MaxText on orbax
-(AI-Hypercomputer/maxtext ca70e6c, MaxText/utils/ckpt_conversion/to_huggingface.py); litgpt (`litgpt
+(AI-Hypercomputer/maxtext fd85ceb, maxtext/checkpoint_conversion/to_huggingface.py); litgpt (`litgpt
 convert_from_litgpt`); llm-foundry on composer (mosaicml/llm-foundry, scripts/inference/convert_composer_to_hf.py);
 OLMo-core (allenai/OLMo-core c26f97d, src/examples/huggingface/convert_checkpoint_to_hf.py); Lightning; llama.cpp.
 """
@@ -15,20 +15,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from pools.weights.formats import EXPORTERS, VERL_RECIPE, ZERO_RECIPE
 from resources.storage import storage
 from resources.storage.listings import FileInfo
 from tasks.spec.names import how_many
 
+_WITH_CODE = "allow the export, in which a checkpoint can run code (--engine trust_remote_code=true)"
 _FOREIGN = {
     r"layer_\d+-model_\d+-model_states\.pt": "a checkpoint of GPT-NeoX; export it: python "
     "tools/ckpts/convert_neox_to_hf.py --input_dir {root} --config_file CONFIG --output_dir {export}",
-    r"model_world_size_\d+_rank_\d+\.pt": "shards of verl; export them: python -m verl.model_merger merge --backend "
-    "fsdp --local_dir {folder} --target_dir {folder}/merged_hf; or train with hf_model in checkpoint.save_contents",
+    r"model_world_size_\d+_rank_\d+\.pt": f"shards of verl; export them: python -m "
+    f"{EXPORTERS[VERL_RECIPE].replace('{target}', '{folder}/merged_hf')}, or {_WITH_CODE}; or train with hf_model in "
+    "checkpoint.save_contents",
     r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(?:optim|model)_states\.pt|mp_rank_\d+_model_states\.pt": "a "
-    "checkpoint of DeepSpeed; export it: python {root}/zero_to_fp32.py {root} {export} --safe_serialization, and copy "
-    "config.json and the tokenizer there; or train with stage3_gather_16bit_weights_on_model_save",
+    f"checkpoint of DeepSpeed; export it: python -m "
+    f"{EXPORTERS[ZERO_RECIPE].format(folder='{above}', target='{export}', tag='{tag}')}, and copy config.json and the "
+    f"tokenizer there, or, with both next to it, {_WITH_CODE}; or train with stage3_gather_16bit_weights_on_model_save",
     r"_METADATA|_CHECKPOINT_METADATA": "a checkpoint of orbax; if MaxText wrote it, export it: python -m "
-    "MaxText.utils.ckpt_conversion.to_huggingface CONFIG model_name=NAME load_parameters_path={folder} "
+    "maxtext.checkpoint_conversion.to_huggingface CONFIG model_name=NAME load_parameters_path={folder} "
     "base_output_directory={export}",
     r"lit_model\.pth": "a checkpoint of litgpt; export it: litgpt convert_from_litgpt {root} {export}, rename its "
     "model.pth to pytorch_model.bin, and copy config.json and the tokenizer of its base there",
@@ -84,7 +88,9 @@ def how_exported(root: str, files: Mapping[str, str], export: str, *, sharded: b
     for pattern, words in (_SHARDED if sharded else _FOREIGN).items():
         for name, file in held.items():
             if re.fullmatch(pattern, name):
-                return words.format(root=root, folder=storage.parent(file), file=file, export=export)
+                folder = storage.parent(file)
+                above, tag = storage.parent(folder), storage.basename(folder)
+                return words.format(root=root, folder=folder, file=file, export=export, above=above, tag=tag)
     return None
 
 

@@ -34,7 +34,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import ActorCallLost, ActorDied, BackendUnavailable, BadInput, JobFailed
 from resources.jobs.jobs import Call, JobHandle, JobRequest, JobStatus
 from resources.storage import storage
-from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.checkpoints.checkpoint import SERVED, WITH_CODE, Checkpoint
 from tasks.checkpoints.discovery import discover
 from tasks.errors import TooManyErrors
 from tasks.generation.config import GenerationConfig
@@ -118,9 +118,10 @@ def _as_served(config: GenerationConfig) -> GenerationConfig:
 
 def _checkpoints(config: GenerationConfig) -> list[tuple[str, Checkpoint]]:
     if config.model_path is not None:
-        checkpoints = discover(config.model_path, config.selection)
-        if (pool := config.pool_config) is not None:
-            require_code_allowed((each.folder for each in checkpoints if each.folder), allowed=pool.model.trusts_code)
+        trusted = config.pool_config is not None and config.pool_config.model.trusts_code
+        checkpoints = discover(config.model_path, config.selection, kinds=WITH_CODE if trusted else SERVED)
+        if config.pool_config is not None:
+            require_code_allowed((each.folder for each in checkpoints if each.folder), allowed=trusted)
         return [(each.named_in(config.run_name), each) for each in checkpoints]
     assert config.pool_name is not None
     kept = access_of(config.pool_name, config.pool_key_block).checkpoints

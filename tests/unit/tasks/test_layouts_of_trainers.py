@@ -90,7 +90,7 @@ ROWS: dict[str, Row] = {
     "23 ZeRO-3": Row(
         {"checkpoint-N": (*DESCRIBED, "zero_to_fp32.py", "latest"), "checkpoint-N/global_stepN": ZERO},
         "",
-        ("python {run}/checkpoint-100/zero_to_fp32.py {run}/checkpoint-100",),
+        ("python -m deepspeed.utils.zero_to_fp32 {run}/checkpoint-100 {run}/hf/checkpoint-100 --tag global_step100",),
     ),
     "24 GPT-NeoX": Row(
         {"global_stepN": ("layer_00-model_00-model_states.pt", "mp_rank_00_model_states.pt")},
@@ -123,7 +123,7 @@ ROWS: dict[str, Row] = {
     "34 MaxText": Row(
         {"100/items": ("_METADATA", "_sharding", "manifest.ocdbt", "d/0")},
         "",
-        ("MaxText.utils.ckpt_conversion.to_huggingface", "load_parameters_path={run}/100/items"),
+        ("maxtext.checkpoint_conversion.to_huggingface", "load_parameters_path={run}/100/items"),
     ),
     "35 Levanter": Row({"hf/run-a/step-N": WHOLE}, "100 200"),
     "36 Pythia": Row({"stepN": WHOLE}, "100 200"),
