@@ -102,8 +102,7 @@ class Staging:
         self._copies = BoundedFolder(folder, max_bytes=max_bytes)
         self._parallel_files = parallel_files
         self._range_bytes = range_bytes
-        self._python = python
-        self._trusted = trusted
+        self._make = partial(make_checkpoint, python=python, trusted=trusted)
         self._closed = threading.Event()
         self._changed = threading.Condition()
         self._queued: _PlannedCheckpoint | None = None
@@ -297,8 +296,7 @@ class Staging:
         recipe = inspect_checkpoint(planned.uri).made_by
         if recipe is None:
             return copy_checkpoint(filling, **copying)
-        made = partial(make_checkpoint, python=self._python, trusted=self._trusted, hold_copy=hold_copy)
-        return made(filling, _maker(recipe), **copying)
+        return self._make(filling, _maker(recipe), **copying, hold_copy=hold_copy)
 
     def _wait_for_copy(self, key: str, *, stopped: Callable[[], bool], on_progress: Progress | None) -> None:
         if stopped():

@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 
 from pools.weights.model_files import ModelFolder
 from resources.config import Config
+from tasks.errors import NoCheckpoints
+from tasks.spec.evaluation import CheckpointSelection
 
 Kind = Literal["huggingface", "levanter", "dcp", "megatron", "foreign"]
 """Layouts of checkpoints: Hugging Face's, which alone engines serve, Levanter's own, and those of other trainers."""
@@ -88,6 +90,30 @@ class CheckpointRule(Config):
     def merges(self) -> int | None:
         """Number of checkpoints that are averaged into each; None if checkpoints are taken as they are."""
         return None if self.merged is None else int(self.merged.removeprefix("last "))
+
+
+def select(complete: Sequence[Checkpoint], selection: CheckpointSelection) -> list[Checkpoint]:
+    """Returns the selected checkpoints; `complete` must be in order of step, those with a label last. Rules by number
+    select no label, and `latest` and `first` only if there is no step."""
+    stepped = [checkpoint for checkpoint in complete if checkpoint.label is None]
+    if selection.which != "all":
+        return [(stepped or complete)[-1 if selection.which == "latest" else 0]]
+    if selection.steps:
+        missing = sorted(set(selection.steps) - {checkpoint.step for checkpoint in stepped})
+        if missing:
+            raise NoCheckpoints(
+                expected=f"complete checkpoints of steps {', '.join(map(str, selection.steps))}",
+                found=f"none of {', '.join(map(str, missing))}; there are "
+                + ", ".join(checkpoint.label or str(checkpoint.step) for checkpoint in complete),
+                remedy="correct the steps, or wait until they are written",
+            )
+        return [checkpoint for checkpoint in stepped if checkpoint.step in selection.steps]
+    every = selection.every_n_steps
+    if every is None:
+        return list(complete)
+    steps = first_at_multiples({checkpoint.step for checkpoint in stepped}, every)
+    steps |= {checkpoint.step for checkpoint in stepped[-1:]}
+    return [checkpoint for checkpoint in stepped if checkpoint.step in steps]
 
 
 def first_at_multiples(steps: Iterable[int], number: int) -> set[int]:

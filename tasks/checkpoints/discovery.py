@@ -20,7 +20,7 @@ from resources.errors import BadInput, not_there
 from resources.storage import storage
 from resources.storage.listings import FileInfo
 from resources.storage.mlflow_artifacts import pinned
-from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, WITH_CODE, Checkpoint, Kind, first_at_multiples
+from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, WITH_CODE, Checkpoint, Kind, select
 from tasks.checkpoints.foreign import described_as
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
@@ -379,27 +379,3 @@ def complete_among(every: Sequence[Checkpoint], path: str, *, on_left_out: Calla
             else "export a checkpoint to Hugging Face format",
         )
     return complete
-
-
-def select(complete: Sequence[Checkpoint], selection: CheckpointSelection) -> list[Checkpoint]:
-    """Returns the selected checkpoints; `complete` must be in order of step, those with a label last. Rules by number
-    select no label, and `latest` and `first` only if there is no step."""
-    stepped = [checkpoint for checkpoint in complete if checkpoint.label is None]
-    if selection.which != "all":
-        return [(stepped or complete)[-1 if selection.which == "latest" else 0]]
-    if selection.steps:
-        missing = sorted(set(selection.steps) - {checkpoint.step for checkpoint in stepped})
-        if missing:
-            raise NoCheckpoints(
-                expected=f"complete checkpoints of steps {', '.join(map(str, selection.steps))}",
-                found=f"none of {', '.join(map(str, missing))}; there are "
-                + ", ".join(checkpoint.label or str(checkpoint.step) for checkpoint in complete),
-                remedy="correct the steps, or wait until they are written",
-            )
-        return [checkpoint for checkpoint in stepped if checkpoint.step in selection.steps]
-    every = selection.every_n_steps
-    if every is None:
-        return list(complete)
-    steps = first_at_multiples({checkpoint.step for checkpoint in stepped}, every)
-    steps |= {checkpoint.step for checkpoint in stepped[-1:]}
-    return [checkpoint for checkpoint in stepped if checkpoint.step in steps]

@@ -26,7 +26,8 @@ from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, UnsatisfiableResources
 from resources.process_marks import ProcessMark
-from tasks.checkpoints.discovery import find_checkpoints, select
+from tasks.checkpoints.checkpoint import select
+from tasks.checkpoints.discovery import find_checkpoints
 from tasks.errors import NoCheckpoints
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.levanter.options import LevanterOptions
