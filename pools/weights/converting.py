@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pools.weights.formats import (
     read_json,
     read_safetensors_header,
     unwrapped,
+    weights_in,
 )
 from pools.weights.making import Making
 from pools.weights.model_files import small_files
@@ -105,11 +107,10 @@ def export_states(making: Making) -> None:
     trusting = ["--trust-remote-code"] if recipe == VERL_RECIPE else []
     job = {"module": module, "arguments": [*arguments, *trusting], "target": str(target)}
     _run(making, job, program=_EXPORTING, python=python)
-    written = sorted(target.glob("*.safetensors"))
-    for path in written:
-        unwrap_names(path)
-        path.rename(making.content / path.name)
-    write_index(making, [path.name for path in written])
+    written = {storage.basename(file.uri): file for file in storage.list_folder(str(target))}
+    weights = weights_in(written, [])
+    exported = replace(making.folder, files=written, weight_files=weights.files)
+    (convert_pickled if weights.made_by else rewrite_shards)(replace(making, folder=exported))
 
 
 def _python_with(package: str, making: Making, typed: str) -> str:

@@ -37,11 +37,12 @@ ADAPTER_RECIPE = "adapter 1"
 DISTRIBUTED_RECIPE = "dcp 1"
 ZERO_RECIPE, VERL_RECIPE = "zero 1", "verl 1"
 EXPORTERS = {
-    ZERO_RECIPE: "deepspeed.utils.zero_to_fp32 {folder} {target} --tag {tag} --safe_serialization",
+    ZERO_RECIPE: "deepspeed.utils.zero_to_fp32 {folder} {target} --tag {tag}",
     VERL_RECIPE: "verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir {target}",
 }
-"""Module, of the package in its name, and arguments with which a framework exports its own shards (deepspeed 0.19, verl
-0.9). Both unpickle without limits, so that a checkpoint can run code in them."""
+"""Module, of the package in its name, and arguments with which a framework exports its own shards (deepspeed 0.19.8,
+verl 0.9.1). Both unpickle without limits: a checkpoint can run code in them. DeepSpeed's writes tied tensors as
+pytorch_model.bin alone, not with `--safe_serialization`."""
 _OF_VERL = re.compile(r"(?:actor/)?model_world_size_(\d+)_rank_(\d+)\.pt")
 _OF_ZERO = re.compile(r"([^/]+)/[^/]+_states\.pt")
 SHARDED_FOLDER = "pytorch_model_fsdp_0"

@@ -100,9 +100,9 @@ class Staging:
         trusted: bool = False,
     ) -> None:
         self._copies = BoundedFolder(folder, max_bytes=max_bytes)
-        self._parallel_files = parallel_files
-        self._range_bytes = range_bytes
-        self._make = partial(make_checkpoint, python=python, trusted=trusted)
+        self._copy = partial(copy_checkpoint, parallel_files=parallel_files, range_bytes=range_bytes)
+        making = partial(make_checkpoint, parallel_files=parallel_files, range_bytes=range_bytes)
+        self._make = partial(making, python=python, trusted=trusted)
         self._closed = threading.Event()
         self._changed = threading.Condition()
         self._queued: _PlannedCheckpoint | None = None
@@ -292,11 +292,10 @@ class Staging:
             from pools.weights.merging import merge_checkpoints  # imports numpy, which few callers need
 
             return merge_checkpoints(filling, hold_copy=hold_copy)
-        copying = {"parallel_files": self._parallel_files, "range_bytes": self._range_bytes}
         recipe = inspect_checkpoint(planned.uri).made_by
         if recipe is None:
-            return copy_checkpoint(filling, **copying)
-        return self._make(filling, _maker(recipe), **copying, hold_copy=hold_copy)
+            return self._copy(filling)
+        return self._make(filling, _maker(recipe), hold_copy=hold_copy)
 
     def _wait_for_copy(self, key: str, *, stopped: Callable[[], bool], on_progress: Progress | None) -> None:
         if stopped():

@@ -27,7 +27,7 @@ def report(target: Path, out: int) -> None:
     before = 0
     while True:
         time.sleep(REPORT_SECONDS)
-        written = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+        written = sum(path.stat().st_size for path in target.glob("*"))
         os.write(out, f"{json.dumps({'bytes': max(0, written - before)})}\n".encode())
         before = max(before, written)
 
