@@ -103,7 +103,7 @@ def export_states(making: Making) -> None:
     described = {f"huggingface/{name}": file for name, file in small_files(making.folder).items()}
     for name, file in ({name: making.folder.files[name] for name in making.folder.weight_files} | described).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).symlink_to(storage.local_path(file.place).resolve())
+        (folder / name).symlink_to(real_path(storage.local_path(file.place)))
     trusting = ["--trust-remote-code"] if recipe == VERL_RECIPE else []
     job = {"module": module, "arguments": [*arguments, *trusting], "target": str(target)}
     _run(making, job, program=_EXPORTING, python=python)
