@@ -18,6 +18,7 @@ from pools.weights.overrides import Override, override_of, without_options
 from pools.weights.tokenizers import NO_TOKENIZER, FilesIn, KnownFiles
 from resources.errors import BadInput, not_there
 from resources.storage import storage
+from resources.storage.hub import is_repository
 from resources.storage.listings import FileInfo
 from resources.storage.mlflow_artifacts import pinned
 from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, WITH_CODE, Checkpoint, Kind, select
@@ -335,15 +336,21 @@ def discover_checkpoint(
 
 
 def with_pinned_model(config: Request) -> Request:
-    """Returns a request in which aliases of models in MLflow's registry are replaced by version numbers."""
+    """Returns a request in which aliases of models in MLflow's registry are replaced by version numbers. If all
+    branches of a repository on the hub are of a single series, the run has its name, as a branch named directly has."""
     path = with_each_location(config.model_path, pinned)
-    if path == config.model_path:
+    former, name = name_of(config.model_path)[0], name_of(path)[0]
+    if config.model_name is None and is_repository(path):
+        named = {name_of(place)[0] for place, _ in storage.refs_of_run(path, has_step) if place != path}
+        name = named.pop() if len(named) == 1 else name
+    if path == config.model_path and name == former:
         return config
     changes: dict[str, Any] = {"model_path": path}
-    pool, former = config.pool_config, name_of(config.model_path)[0]
+    pool = config.pool_config
     if pool is not None and pool.model.name == former:
-        model = pool.model.model_copy(update={"name": name_of(path)[0]})
-        changes["pool_config"] = pool.model_copy(update={"model": model})
+        changes["pool_config"] = pool.model_copy(update={"model": pool.model.model_copy(update={"name": name})})
+    elif pool is None and name != name_of(path)[0]:
+        changes["model_name"] = name
     return config.model_copy(update=changes)
 
 

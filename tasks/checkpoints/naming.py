@@ -11,6 +11,7 @@ from itertools import takewhile
 from pools.weights.model_files import ModelFolder, digest_model_folder, read_json
 from resources.errors import AssayError
 from resources.storage import storage
+from resources.storage.hub import is_repository
 from resources.storage.listings import FileInfo
 from tasks.spec.labels import slug_of
 from tasks.spec.names import in_few_words, name_of, parts_of
@@ -77,7 +78,10 @@ def names_below(path: str, exports: Files, others: Iterable[str] = (), *, steps_
     with_weights = [folder for folder in stepped_exports if _has_weights(exports[folder])]  # results lie there, too
     of_series = sorted({keys[folder] for folder in with_weights or stepped_exports})
     shared = len(list(takewhile(lambda part: len(set(part)) == 1, zip(*of_series, strict=False))))
-    series = {key: slug_of("-".join(key[shared:])) for key in of_series if len(of_series) > 1 and key[shared:]}
+    if len(of_series) == 1 and is_repository(path) and all(_at(steps[folder]) == 0 for folder in stepped_exports):
+        series = {key: slug_of("-".join(of_series[0])) for key in ((), *of_series)}  # as a revision named directly
+    else:
+        series = {key: slug_of("-".join(key[shared:])) for key in of_series if len(of_series) > 1 and key[shared:]}
     run = name_of(path)[0]
     named: dict[str, Named] = {}
     for folder, parts in every.items():
@@ -93,6 +97,10 @@ def names_below(path: str, exports: Files, others: Iterable[str] = (), *, steps_
             named[folder] = replace(common, step=held, label=None if held else label, root=label, by_path=False)
     notes = [f"left out {folder}: {why}" for folder, why in reasons.items()]
     return Names(named, (*notes, *_hints(path, named, steps_from)))
+
+
+def _at(stepped: Stepped | None) -> int | None:
+    return stepped and stepped.at
 
 
 def _has_weights(files: Sequence[FileInfo]) -> bool:

@@ -22,6 +22,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EndpointUnusable
 from resources.regions.region_check import check_reads
 from resources.settings import settings
+from resources.storage.hub import hub_location
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.client import accelerators_reserved
 from tasks.prefect_server.progress import report_event
@@ -30,7 +31,7 @@ from tasks.running.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, En
 from tasks.running.warm import runs_here, warm_programs
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import JudgedOptions, JudgeEndpoint
-from tasks.spec.names import pool_label
+from tasks.spec.names import name_of, pool_label
 
 
 @contextmanager
@@ -125,7 +126,8 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
     direct = judge.pool_name is not None
     engine = EngineClient(base_url.removesuffix("/v1"), key, direct=direct)
     offered = engine.model_names()
-    if judge.model not in offered:
+    served = judge.model if judge.model in offered else name_of(hub_location(judge.model))[1]  # as `pool up` names it
+    if served not in offered:
         raise EndpointUnusable(
             expected=f"a judge {judge.model} at {base_url}",
             found=f"it offers {', '.join(offered) or 'no model'}",
@@ -133,7 +135,7 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
         )
     return RunningModel(
         base_url=base_url,
-        model=judge.model,
+        model=served,
         tokenizer="",
         capacity=CLIENT_CONCURRENCY,
         prompt_logprobs=False,

@@ -243,7 +243,7 @@ class EvaluationConfig(Request):
             raise ValueError(f"expected pool_config, pool_name or base_url, found {', '.join(ways)}: remove others")
         if ways or is_native(values.get("evaluator")) or not isinstance(values.get("model_path"), str):
             return values
-        name, _, _ = name_of(values["model_path"])
+        name, _, _ = name_of(as_named(values["model_path"]))
         return {**values, "pool_config": {"model": {"name": values.get("model_name") or name}}}
 
     @model_validator(mode="after")

@@ -27,6 +27,7 @@ from fakes.alerts import known_alert
 from fakes.cli import invoke
 from fakes.endpoints import Endpoint, endpoint
 from fakes.evaluators import Commanded
+from fakes.hub import running_hub, use_hub
 from fakes.models import CONFIG, write_checkpoint
 from fakes.policies import write_policy, write_suite
 from fakes.polling import eventually
@@ -129,6 +130,25 @@ def test_merged_checkpoint_is_evaluated_once_whole_and_again_after_a_rewrite(tmp
         config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5.0}))
         with pytest.raises(CheckpointError, match="rope_theta"):
             run.reconcile()
+
+
+def test_policy_about_a_run_of_the_hub_is_carried_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names = ("series-stage1-1", "series-stage1-2")
+    with running_hub({}) as hub, endpoint(tmp_path, *names) as engine:
+        use_hub(hub, monkeypatch, home=tmp_path / "hf")
+        run = Watched(tmp_path, engine)
+        branches = {
+            f"stage1-step{step}": {path.name: path.read_bytes() for path in run.write_checkpoint(step).iterdir()}
+            for step in (1, 2)
+        }
+        hub.revisions["models/acme/series"] = {"main": branches["stage1-step2"], **branches}
+        run.write_policy(run.write_suite("small", "demo_facts"), runs=["acme/series"])
+
+        assert run.reconcile()["succeeded"] == 2
+        assert {record.checkpoint.name: record.checkpoint.uri for record in run.records()} == {
+            name: f"hf://acme/series@stage1-step{name[-1]}" for name in names
+        }
+        assert run.missing() == {}
 
 
 def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Path):

@@ -12,13 +12,15 @@ import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from fakes.cli import invoke
-from fakes.models import write_run
+from fakes.hub import running_hub, use_hub
+from fakes.models import write_nano_llama, write_run
+from fakes.tokenizers import write_byte_tokenizer
 from flows.cli import pools
 from flows.cli.pools import accelerators_counted, checkpoints_to_serve
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
 from pools.pool.kept import KeptPool
-from resources.errors import ProxyFailed
+from resources.errors import BadInput, ProxyFailed
 from tasks.errors import NoCheckpoints
 
 
@@ -97,6 +99,25 @@ def test_pool_up_from_a_file_is_the_pool_of_the_same_options(tmp_path: Path, kep
     assert from_file == from_options
     assert (from_file.name, from_file.config.longest_wait_seconds, from_file.config.model.path) == ("warm", 5, None)
     assert [checkpoint.name for checkpoint in from_file.checkpoints] == ["mine-1", "mine-2"]
+
+
+def test_pool_up_serves_a_repository_of_the_hub_by_its_name_by_options_and_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_up: list[Kept]
+) -> None:
+    folder, file = write_byte_tokenizer(write_nano_llama(tmp_path / "model")), tmp_path / "pool.yaml"
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    file.write_text(yaml.safe_dump({"model": {"name": "judge", "path": "acme/judge@v1"}}))
+    with running_hub({}, {"models/acme/judge": {"main": {}, "refs/tags/v1": files}}) as hub:
+        use_hub(hub, monkeypatch, home=tmp_path / "hf")
+        pool_up("--model", "acme/judge@v1", "--run-name", "judge")
+        pool_up("--config", file)
+        with pytest.raises(BadInput, match="a folder acme/other, or a repository of that name"):
+            checkpoints_to_serve("acme/other")
+    from_options, from_file = kept_up
+    assert from_options.checkpoints == from_file.checkpoints and from_options.name == from_file.name == "judge"
+    [served] = from_file.checkpoints
+    assert (served.name, served.uri) == ("judge", "hf://acme/judge@v1")
+    assert hub.large_bytes < len(files["model.safetensors"]) / 2  # its header
 
 
 def test_pool_up_says_what_a_file_lacks_or_would_override(tmp_path: Path, kept_up: list[Kept]) -> None:

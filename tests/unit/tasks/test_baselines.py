@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from fakes.records import FIRST, make_metric, make_record, make_samples, publish
+from fakes.cli import invoke
+from fakes.records import FIRST, make_metric, make_record, make_samples, publish, renamed
 from tasks.records.provenance import versions
 from tasks.records.record import find_records
 from tasks.records.verdicts import Reason, Verdict
@@ -254,6 +255,20 @@ def test_other_run_at_the_same_tokens_is_found_by_what_the_rule_or_the_checkpoin
     [reason] = said(judged_at(tmp_path / "out", 200, rule("run-b@same tokens")), rule("run-b@same tokens"))
     assert reason.go and "against run-b-200 (step 200)" in reason.found
     assert "; at tokens 101,000, this checkpoint at 100,000" in reason.found
+
+
+@pytest.mark.parametrize("named", ["acme/series@stage1-step50-tokens4B", "hf://acme/series@stage1-step50-tokens4B"])
+def test_revision_on_the_hub_is_a_baseline_and_a_side_of_a_comparison(named: str, tmp_path: Path):
+    record = make_record(step=50, run="series-stage1", metrics=(make_metric(value=0.9, n=400),))
+    uri = "hf://acme/series@stage1-step50-tokens4B"
+    record = renamed(record.model_copy(update={"checkpoint": record.checkpoint.model_copy(update={"uri": uri})}))
+    publish(tmp_path, record, make_samples([1.0] * 360 + [0.0] * 40))
+    scored(tmp_path, 100, 300)
+    verdict = judged_at(tmp_path, 100, rule(named))
+    assert not verdict.go and said(verdict, rule(named))
+    done = invoke(["compare", "--path", str(tmp_path), named, "run-a-100", "--json"], catch_exceptions=False)
+    [metric] = json.loads(done.stdout)["metrics"]
+    assert (metric["first"], metric["second"], metric["pairs"], metric["verdict"]) == (0.9, 0.75, 400, "worse")
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,8 @@ def test_judge_is_the_models_own_pool_unless_another_is_named(tmp_path: Path) ->
     assert (judge.model, judge.api_key) == ("big-judge", "none")
     with pytest.raises(EndpointUnusable, match="it offers big-judge"):
         asyncio.run(judge_at("bigger-judge"))
+    for named in ("hf://acme/big-judge", "acme/big-judge"):  # as `assay pool up` names what it serves
+        assert (found := asyncio.run(judge_at(named))) and found.model == "big-judge"
     gone = AlpacaEvalOptions(judge=Judge(base_url="http://127.0.0.1:9/v1", model="m"))
     with pytest.raises(EndpointUnusable):
         judge_of(judged.model_copy(update={"evaluator": gone}), own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,16 +10,21 @@ import pytest
 
 from fakes.hub import FakeHub, forget_hub, running_hub, use_hub
 from fakes.models import write_nano_llama
+from fakes.policies import write_policy
 from fakes.tokenizers import write_byte_tokenizer
+from flows.reconcile import load_policy
 from pools.weights.merges import as_named
 from pools.weights.model_files import digest_model_folder
 from pools.weights.staging import Staging
 from resources.errors import StorageError
 from resources.settings import settings
-from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
+from tasks.checkpoints.discovery import Checkpoint, find_checkpoints, with_pinned_model
 from tasks.checkpoints.run_snapshot import snapshot_run, with_digests
 from tasks.policies.policy import Policy
+from tasks.policies.reconciliation import reconcile
+from tasks.policies.snapshot import take_snapshot
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.names import name_of
 
 SERIES = "models/acme/series"
 
@@ -80,6 +86,34 @@ def test_a_run_that_has_not_changed_costs_a_request_and_a_new_branch_is_seen(hub
     assert "series-stage1-3000" in [each.name for each in snapshot_run("hf://acme/series")]
 
 
+def test_a_single_stage_has_the_name_that_its_revisions_have_when_they_are_named_directly(hub: FakeHub):
+    branches = hub.revisions[SERIES]
+    first = "stage1-step1000-tokens4B"
+    hub.revisions[SERIES] = {name: files for name, files in branches.items() if "stage2" not in name}
+    hub.revisions[SERIES]["main"] = branches["refs/tags/stage2-step1000-tokens1B"]  # other content than the last step's
+    found = find_checkpoints("acme/series")
+    assert {each.run for each in found} == {"series-stage1"} and {each.series for each in found} == {"stage1"}
+    assert [each.name for each in found] == ["series-stage1-1000", "series-stage1-2000", "series-stage1-final"]
+    assert only(f"acme/series@{first}").name == "series-stage1-1000"
+    seen = with_digests("hf://acme/series", snapshot_run("hf://acme/series"), reference=None)
+    assert {each.name for each in seen} == {each.name for each in found}
+    named = {}
+    for model, given in (
+        ("acme/series", None),
+        (f"acme/series@{first}", None),
+        ("acme/series", "mine"),
+        ("acme/alone", None),
+    ):
+        config = {"model_path": model, "model_name": given, "evals": [{"name": "demo_facts"}]}
+        named[model, given] = with_pinned_model(EvaluationConfig.model_validate(config)).run_name
+    assert [*named.values()] == ["series-stage1", "series-stage1", "mine", "alone"]
+    hub.revisions[SERIES] = branches
+    forget_hub()
+    assert (
+        with_pinned_model(EvaluationConfig.model_validate(config | {"model_path": "acme/series"})).run_name == "series"
+    )
+
+
 def test_a_copy_goes_on_where_it_was_broken_off_and_has_the_planned_digest(hub: FakeHub, tmp_path: Path):
     checkpoint = only("acme/alone")
     assert checkpoint.folder is not None
@@ -107,6 +141,21 @@ def test_a_file_that_was_cut_off_before_its_upload_is_named(hub: FakeHub):
     assert shard in only("acme/alone").problems[0]
 
 
+def test_policy_plans_a_run_of_the_hub_without_its_weights_and_sees_a_new_branch(hub: FakeHub, tmp_path: Path):
+    policy = load_policy(str(write_policy(tmp_path, runs=["acme/series"])))
+
+    def planned() -> dict[str, list[str]]:
+        plan = reconcile(take_snapshot(policy), policy, now=time.time())
+        return {state: sorted(cell.checkpoint.name for cell in cells) for state, cells in plan.by_state().items()}
+
+    names = ["series-stage1-1000", "series-stage1-2000", "series-stage2-1000"]
+    assert planned() == {"work": names}
+    hub.revisions[SERIES]["stage2-step3000-tokens3B"] = hub.repositories["models/acme/alone"]
+    forget_hub()
+    assert planned() == {"work": [*names, "series-stage2-3000"]}
+    assert hub.large_bytes < len(hub.revisions[SERIES]["main"]["model-00001-of-00002.safetensors"])  # headers
+
+
 @pytest.mark.parametrize(
     ("named", "location"),
     [
@@ -118,5 +167,6 @@ def test_a_file_that_was_cut_off_before_its_upload_is_named(hub: FakeHub):
 def test_repositories_are_named_as_such_in_configurations_policies_and_merges(named: str, location: str):
     config = {"model_path": named, "evals": [{"name": "demo_facts"}]}
     assert EvaluationConfig.model_validate(config).model_path == location == as_named(location)
+    assert EvaluationConfig.model_validate(config).run_name == name_of(location)[0]
     policy = {"name": "p", "runs": named, "suites": ["demo"], "evaluation_path": "gs://bucket/evaluations"}
     assert Policy.model_validate(policy).runs == (location,)
