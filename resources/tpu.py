@@ -33,10 +33,7 @@ def tpu_type_in(variables: Mapping[str, str]) -> str | None:
     return variables.get(TPU_TYPE_VARIABLE) or variables.get("TPU_ACCELERATOR_TYPE") or None
 
 
-_V4_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_V5P_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288)
-
-
+_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _CUBE_CORES = 128
 # Slices of these generations consist of any number of cubes of 4x4x4 chips, up to these TensorCores.
 _MOST_CORES = {"v4": 8192, "v5p": 12288}
@@ -55,8 +52,8 @@ def _by_chips(family: str, chips: int, *, per_host: int) -> TpuTopology:
 
 
 _TABLE = (
-    *(_by_cores("v4", cores) for cores in _V4_SIZES),
-    *(_by_cores("v5p", cores) for cores in _V5P_SIZES),
+    *(_by_cores("v4", cores) for cores in _SIZES),
+    *(_by_cores("v5p", cores) for cores in (*_SIZES, 12288)),
     *(_by_chips("v5litepod", chips, per_host=8) for chips in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
     *(_by_chips("v6e", chips, per_host=4) for chips in (1, 4, 8, 16, 32, 64, 128, 256)),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
@@ -114,33 +114,23 @@ def _minutes(seconds: float) -> str:
 @contextmanager
 def live_view(console: Console) -> Iterator[Callable[[Update], None]]:
     """Shows progress during the block: redrawn in place on a terminal, else as lines at least 5 s apart."""
-    progress = Progress()
-
-    def keep(update: Update) -> bool:
-        if isinstance(update, Notice):
-            console.print(update.text, highlight=False, markup=False, soft_wrap=True)
-        return isinstance(update, Notice)
-
-    if console.is_terminal:
-
-        def draw(update: Update) -> None:
-            if not keep(update):
-                progress.take(update)
-
-        with Live(get_renderable=progress.render, console=console, refresh_per_second=4, transient=True):
-            yield draw
-        return
-    printed_at = 0.0
+    progress, printed_at = Progress(), 0.0
 
     def take(update: Update) -> None:
         nonlocal printed_at
-        if keep(update):
+        if isinstance(update, Notice):
+            console.print(update.text, highlight=False, markup=False, soft_wrap=True)
             return
         progress.take(update)
-        same_stage_soon_again = time.monotonic() - printed_at < _SECONDS_BETWEEN_PLAIN_LINES
-        if isinstance(update, CellDone) or not same_stage_soon_again:
+        is_due = isinstance(update, CellDone) or time.monotonic() - printed_at >= _SECONDS_BETWEEN_PLAIN_LINES
+        if is_due and not console.is_terminal:
             printed_at = time.monotonic()
             line = progress.describe_event() if isinstance(update, CellDone) else progress.describe()
             console.print(line, highlight=False, markup=False)
 
-    yield take
+    with (
+        Live(get_renderable=progress.render, console=console, refresh_per_second=4, transient=True)
+        if console.is_terminal
+        else nullcontext()
+    ):
+        yield take

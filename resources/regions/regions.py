@@ -58,9 +58,7 @@ def known_regions() -> Regions:
     return _loaded(regions_file())
 
 
-@cache
-def _loaded(path: Path) -> Regions:
-    return load_regions(path)
+_loaded = cache(load_regions)
 
 
 def regions_for(resources: ResourceConfig, regions: Regions | None = None) -> list[Region]:
