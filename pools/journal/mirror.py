@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import orjson
 
@@ -42,14 +42,7 @@ LARGEST_ROW_BYTES = LARGEST_BYTES // 2
 """Largest row of a segment, as stored body plus request: in base64 they take a third more."""
 _GZIP = 31  # zlib's window size with a gzip header
 _BLOBS = ("key", "checksum", "body", "request")
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "cell": (str, type(None)),
-    "attempt": (str, type(None)),
-    **dict.fromkeys(("target", "model", "weights", "tokenizer", "engine", "content_type", "finish_reasons"), str),
-    **dict.fromkeys(("deterministic", "occurrence", "prompt_tokens", "completion_tokens", "created", "imported"), int),
-    **dict.fromkeys(("key", "checksum", "body"), bytes),
-    "request": (bytes, type(None)),
-}
+_KINDS = get_type_hints(Row)
 _LARGEST_INTEGER = 2**63 - 1
 _SEGMENT = re.compile(r"segment-\d+-[0-9a-f]+\.jsonl\.gz")
 _SLICE_ROWS = 32

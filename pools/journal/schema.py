@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import orjson
 
@@ -25,48 +25,6 @@ SCHEMA_VERSION = 5
 
 Version 2 may hold answers of engines with incompletely reloaded weights, version 3 answers that do not match their
 requests; version 4 has other checksums.
-"""
-
-_SCHEMA = """
-CREATE TABLE answers (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    key BLOB NOT NULL,
-    deterministic INTEGER NOT NULL,
-    cell TEXT,
-    attempt TEXT,
-    occurrence INTEGER NOT NULL,
-    target TEXT NOT NULL,
-    model TEXT NOT NULL,
-    weights TEXT NOT NULL,
-    tokenizer TEXT NOT NULL,
-    engine TEXT NOT NULL,
-    content_type TEXT NOT NULL,
-    finish_reasons TEXT NOT NULL,
-    prompt_tokens INTEGER NOT NULL,
-    completion_tokens INTEGER NOT NULL,
-    created INTEGER NOT NULL,
-    imported INTEGER NOT NULL,
-    checksum BLOB NOT NULL,
-    body BLOB NOT NULL,
-    request BLOB
-);
-CREATE UNIQUE INDEX deterministic_answers ON answers (key) WHERE deterministic = 1 AND imported = 0;
-CREATE UNIQUE INDEX imported_answers ON answers (key, cell) WHERE deterministic = 1 AND imported = 1;
-CREATE UNIQUE INDEX sampled_answers ON answers (key, cell, occurrence) WHERE deterministic = 0;
-CREATE INDEX answers_of_cells ON answers (cell) WHERE cell IS NOT NULL;
-CREATE TABLE replays (
-    cell TEXT NOT NULL,
-    attempt TEXT NOT NULL,
-    key BLOB NOT NULL,
-    occurrence INTEGER NOT NULL,
-    PRIMARY KEY (cell, attempt, key, occurrence)
-) WITHOUT ROWID;
-CREATE TABLE segments (
-    mirror TEXT NOT NULL,
-    name TEXT NOT NULL,
-    last_id INTEGER NOT NULL,
-    PRIMARY KEY (mirror, name)
-) WITHOUT ROWID;
 """
 
 
@@ -96,6 +54,32 @@ class Row(NamedTuple):
     body: bytes
     request: bytes | None
 
+
+_SQL = {int: "INTEGER NOT NULL", str: "TEXT NOT NULL", bytes: "BLOB NOT NULL", str | None: "TEXT", bytes | None: "BLOB"}
+_LINES = ",\n".join(f"    {name} {_SQL[kind]}" for name, kind in get_type_hints(Row).items())
+_SCHEMA = f"""
+CREATE TABLE answers (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+{_LINES}
+);
+CREATE UNIQUE INDEX deterministic_answers ON answers (key) WHERE deterministic = 1 AND imported = 0;
+CREATE UNIQUE INDEX imported_answers ON answers (key, cell) WHERE deterministic = 1 AND imported = 1;
+CREATE UNIQUE INDEX sampled_answers ON answers (key, cell, occurrence) WHERE deterministic = 0;
+CREATE INDEX answers_of_cells ON answers (cell) WHERE cell IS NOT NULL;
+CREATE TABLE replays (
+    cell TEXT NOT NULL,
+    attempt TEXT NOT NULL,
+    key BLOB NOT NULL,
+    occurrence INTEGER NOT NULL,
+    PRIMARY KEY (cell, attempt, key, occurrence)
+) WITHOUT ROWID;
+CREATE TABLE segments (
+    mirror TEXT NOT NULL,
+    name TEXT NOT NULL,
+    last_id INTEGER NOT NULL,
+    PRIMARY KEY (mirror, name)
+) WITHOUT ROWID;
+"""
 
 COLUMNS = ", ".join(Row._fields)
 INSERT_ROW = f"INSERT INTO answers ({COLUMNS}) VALUES ({', '.join('?' * len(Row._fields))}) ON CONFLICT DO NOTHING"
