@@ -66,7 +66,9 @@ def leave_nothing(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None
     try:
         if isinstance(parameters.get("policy"), str):
             parameters["policy"] = load_config(parameters["policy"], Policy)
-        if "policy" in parameters and _is_cancelled(flow_run, state):
+        now = flow_run.state  # at the server
+        is_cancelled = state.is_cancelled() or (now is not None and (now.is_cancelling() or now.is_cancelled()))
+        if "policy" in parameters and is_cancelled:
             _stop_cells(Policy.model_validate(parameters["policy"]), flow_run, log)
         claims = end_claims(parameters, flow_run=str(flow_run.id))
         jobs = end_jobs(current_client(), flow_run=str(flow_run.id))
@@ -76,11 +78,6 @@ def leave_nothing(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None
         left = f"{how_many(claims, 'claim')} and {how_many(jobs, 'job')}"
         log.info("After state %s: %s of this run were left, and ended.", state.name, left)
     end_task_runs(flow_run.id)
-
-
-def _is_cancelled(flow_run: FlowRun, state: State) -> bool:
-    at_server = flow_run.state
-    return state.is_cancelled() or (at_server is not None and (at_server.is_cancelling() or at_server.is_cancelled()))
 
 
 def _stop_cells(policy: Policy, flow_run: FlowRun, log: Logger | LoggerAdapter[Any]) -> None:

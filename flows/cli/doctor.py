@@ -66,7 +66,11 @@ def examine() -> list[Finding]:
         _accelerators("TPU", " chips", ("/dev", "accel*"), ("/dev/vfio", "[0-9]*")),
         _memory(),
         _disk(),
-        *_environments(),
+        *(
+            _checked(f"Environment {name}", built, "built" if built else "not built yet", "built on first use", "note")
+            for name, spec in (ENVIRONMENTS | harness_environments()).items()
+            for built in [is_built(spec)]
+        ),
         _prefect(),
         Finding("Deployments", "ok", str(deployment_data("prefect.yaml")), "prefect deploy --all --prefect-file …"),
         *_regions(),
@@ -114,14 +118,6 @@ def _disk() -> Finding:
     free = shutil.disk_usage(existing).free
     remedy = "environments take about 4 GiB: free some, or set ASSAY_CACHE_DIR"
     return _checked("Disk", free >= _ENGINE_DISK_BYTES, f"{free / 1024**3:.0f} GiB free at {existing}", remedy)
-
-
-def _environments() -> list[Finding]:
-    known = {name: is_built(spec) for name, spec in (ENVIRONMENTS | harness_environments()).items()}
-    return [
-        _checked(f"Environment {name}", built, "built" if built else "not built yet", "built on first use", "note")
-        for name, built in known.items()
-    ]
 
 
 def _prefect() -> Finding:

