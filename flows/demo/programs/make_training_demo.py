@@ -21,36 +21,24 @@ from transformers import LlamaConfig
 TEXTS = 20_000
 
 
-def write_texts(path: Path, *, texts: int, seed: int) -> None:
-    """Writes a text per line, without an end token, which Levanter appends."""
-    source = random.Random(seed)
-    with path.open("w") as file:
-        for _ in range(texts):
+def main() -> None:
+    """Writes a text per line, without an end token, which Levanter appends; the tokenizer, and a model's config."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for texts.jsonl and reference/")
+    output: Path = parser.parse_args().output
+    output.mkdir(parents=True, exist_ok=True)
+    source = random.Random(0)
+    with (output / "texts.jsonl").open("w") as file:
+        for _ in range(TEXTS):
             file.write(json.dumps({"text": training_text(source).text.removesuffix(END)}) + "\n")
-
-
-def write_reference(folder: Path) -> None:
-    """Writes the tokenizer and a model configuration for it."""
     tokenizer: Any = build_tokenizer()
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(output / "reference")
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=len(tokenizer),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-    ).save_pretrained(folder)
-
-
-def main() -> None:
-    """Reads the command line and writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for texts.jsonl and reference/")
-    parser.add_argument("--texts", type=int, default=TEXTS, help=f"how many (default: {TEXTS})")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the texts (default: 0)")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    write_texts(options.output / "texts.jsonl", texts=options.texts, seed=options.seed)
-    write_reference(options.output / "reference")
+    ).save_pretrained(output / "reference")
 
 
 if __name__ == "__main__":

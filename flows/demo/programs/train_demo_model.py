@@ -233,12 +233,6 @@ def report(**fields: object) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def leftover_steps(output: Path, planned: list[int]) -> list[str]:
-    """Returns checkpoints of another run in the output folder, which would be mistaken for part of this run."""
-    names = {f"step-{step}" for step in planned}
-    return sorted(folder.name for folder in (output / "hf").glob("step-*") if folder.name not in names)
-
-
 def positive(text: str) -> int:
     """Parses a whole number above zero, for the command line."""
     number = int(text)
@@ -255,7 +249,9 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=positive, default=6, help="checkpoints to write (default: 6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the text (default: 0)")
     options = parser.parse_args()
-    if leftover := leftover_steps(options.output, checkpoint_steps(options.steps, options.checkpoints)):
+    names = {f"step-{step}" for step in checkpoint_steps(options.steps, options.checkpoints)}
+    leftover = sorted({folder.name for folder in (options.output / "hf").glob("step-*")} - names)
+    if leftover:  # of another run, which would be mistaken for part of this run
         sys.exit(
             f"Expected only this run's checkpoints in {options.output / 'hf'}, found also {', '.join(leftover)}. "
             "Remove them or choose another --output."
