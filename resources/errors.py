@@ -167,6 +167,10 @@ class EngineStartFailed(AssayError):
     """An engine ended, or hung, before its model answered."""
 
 
+class WeightsNotRead(EngineStartFailed):
+    """An engine ended while it read the weights of a checkpoint, which others may not have."""
+
+
 class EngineDied(AssayError):
     """A replica that had answered is gone, and its restarts are used up."""
 

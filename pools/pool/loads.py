@@ -8,11 +8,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from pools.jobs import Restarts
 from pools.protocol import Failure, LeaseStatus, LoadReport, ProxyStatus, ReplicaStatus, ServedModel
-from resources.errors import EngineDied, EngineStartFailed, ModelUnusable
+from resources.errors import EngineDied, EngineStartFailed, ModelUnusable, WeightsNotRead
 
 _SHORTEST_LINGER_SECONDS = 0.1
 _LONGEST_LINGER_SECONDS = 5.0
 _MOST_DEATHS = 1  # of engines per checkpoint; the second condemns it
+_STARTS = (EngineStartFailed.__name__, WeightsNotRead.__name__)
 _MOST_EXCUSED = 20  # in ten minutes, while their requests are suspected
 # between two reports of the same error: paths, sets, addresses, numbers
 _DIFFERS = re.compile(r"/\S+|\{.*|0x[0-9a-f]+|\d+")
@@ -41,7 +42,8 @@ class LoadLog:
 
     A failure belongs to the checkpoint that was loaded or held. It is the pool's if no engine has answered yet, and
     either two different checkpoints failed with the same error, or no checkpoint is left to try. Checkpoints with
-    another config or tokenizer than any that failed are tried first.
+    another config or tokenizer than any that failed are tried first. An engine that ended while it read a checkpoint's
+    weights says nothing about the others.
 
     `linger_seconds` is the time that a checkpoint must be idle before its replica is free: as long as a swap takes.
 
@@ -161,9 +163,7 @@ class LoadLog:
 
     def try_again(self) -> None:
         kept = self._has_answered
-        self._unusable = {
-            model: why for model, why in self._unusable.items() if kept or why.kind != EngineStartFailed.__name__
-        }
+        self._unusable = {model: why for model, why in self._unusable.items() if kept or why.kind not in _STARTS}
         self._start_errors.clear()
         self._failures_in_a_row.clear()
 
@@ -174,7 +174,7 @@ class LoadLog:
         before, as do failed starts before any engine answered.
         """
         unusable = self.unusable(models)
-        final = {ModelUnusable.__name__, *([] if self._has_answered else [EngineStartFailed.__name__])}
+        final = {ModelUnusable.__name__, *(() if self._has_answered else _STARTS)}
         tries = {(lease, name): count for lease, held in leases.items() for name, count in held.tries.items()}
         for (lease, name), count in tries.items():
             if name in unusable and count > self._tries.get((lease, name), 0):

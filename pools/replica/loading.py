@@ -15,7 +15,7 @@ from pools.engine.launch import ServedCheckpoint
 from pools.engine.reload_trust import differing, shown
 from pools.jobs import Restarts
 from pools.protocol import LoadedHow, ReplicaState
-from resources.errors import AssayError, EndpointUnusable, EngineDied, EngineStartFailed, ModelUnusable
+from resources.errors import AssayError, EndpointUnusable, EngineDied, EngineStartFailed, ModelUnusable, WeightsNotRead
 from resources.jobs.jobs import JobHandle
 
 DIED = "died"
@@ -35,7 +35,8 @@ _FATAL = re.compile(r"EngineCore (?:failed to start|encountered a fatal error)|W
 _CONSEQUENCE = re.compile(r"EngineDeadError|Engine core initialization failed|died unexpectedly|died with exit code")
 _LOADS_WEIGHTS = re.compile(r", in (?:load_weights|\w*weight_loader\w*|load_\w*_weight)\b")
 _REFUSES_TENSOR = re.compile(r"no module or parameter named|not initialized from|^(?:Assertion|Key|Runtime|Value)Error")
-_OF_MEMORY = re.compile(r"out of memory|allocate", re.IGNORECASE)
+_READS_WEIGHTS, _WEIGHTS_ARE_READ = "Loading safetensors checkpoint shards", "Loading weights took"
+_OF_MEMORY = re.compile(r"out ?of ?memory|allocate", re.IGNORECASE)
 _FITTING_LENGTH = re.compile(r"maximum model length is (\d+)")
 
 
@@ -167,7 +168,8 @@ def excerpt(log: str) -> str:
 
 
 def start_failure(log: str, *, model: str, ended: str, by_hand: str) -> AssayError:
-    """Returns the failure of a start: `ModelUnusable` if the loader refused a tensor, else `EngineStartFailed`."""
+    """Returns the failure of a start: `ModelUnusable` if the loader refused a tensor, `WeightsNotRead` for another
+    error while it read the weights, except for want of memory, else `EngineStartFailed`."""
     match = _first_match(log)
     error = _words(match) if match else ""
     trace = _trace(match) if match else ""
@@ -184,7 +186,9 @@ def start_failure(log: str, *, model: str, ended: str, by_hand: str) -> AssayErr
             found=error,
             remedy=f"--engine max_model_len={fitting}, or more memory: --ram, or --engine kv_cache_memory_bytes=",
         )
-    return EngineStartFailed(
+    reading = _READS_WEIGHTS in log and _WEIGHTS_ARE_READ not in log
+    kind = WeightsNotRead if reading and error and not _OF_MEMORY.search(error) else EngineStartFailed
+    return kind(
         expected=f"the engine to answer for {model}",
         found=f"{ended}. {explained(log)}",
         remedy=f"read the log; to see it by hand:\n{by_hand}",

@@ -32,7 +32,14 @@ from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Servable
 from pools.protocol import LoadReport
 from resources.backends.local.client import LocalClient
-from resources.errors import CheckpointChanged, EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed
+from resources.errors import (
+    CheckpointChanged,
+    EngineDied,
+    EngineStartFailed,
+    ModelUnusable,
+    ProxyFailed,
+    WeightsNotRead,
+)
 from resources.settings import settings
 
 
@@ -490,6 +497,19 @@ Traceback (most recent call last):
   File "model.py", line 218, in load_weights
     loaded_weight = loaded_weight.narrow(
 ValueError: There is no module or parameter named '_orig_mod' in LlamaForCausalLM."""
+
+
+def test_two_checkpoints_that_end_their_engines_while_they_are_read_fail_alone(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    log = "Loading safetensors checkpoint shards:   0%\nsafetensors_rust.SafetensorError: F99 at 0"
+    launcher = FakeLauncher(tmp_path, scripts=dict.fromkeys((0, 1), f"raise SystemExit({log!r})"))
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        for name in ("run-1", "run-2"):
+            with pytest.raises(WeightsNotRead, match="F99"):
+                pool.load(name)
+        assert ask(pool.load("run-3")[0]).status_code == 200
+    assert launcher.launches == ["run-1", "run-2", "run-3"]
 
 
 def test_checkpoint_that_the_loader_refuses_fails_alone(

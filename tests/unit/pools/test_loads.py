@@ -110,6 +110,7 @@ ENDED = "it ended before its model answered. "
         ([("run-1", START, "First error: a"), ("run-2", START, "First error: b")], {"run-1", "run-2"}),
         ([("run-1", START, f"{ENDED}Last lines:\na"), ("run-2", START, f"{ENDED}Last lines:\nb")], {"run-1", "run-2"}),
         ([("run-1", START, "no /staged/a3 at 0x7f, 12 B"), ("run-2", START, "no /staged/b4 at 0x8, 9 B")], set(SERVED)),
+        ([("run-1", "WeightsNotRead", "a"), ("run-2", "WeightsNotRead", "a")], {"run-1", "run-2"}),
         ([("run-1", "ModelUnusable", "no parameter"), ("run-2", "ModelUnusable", "no parameter")], {"run-1", "run-2"}),
     ],
 )

@@ -41,7 +41,7 @@ from pools.replica.replica import ReplicaEngine
 from pools.weights.staging import Staging
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
-from resources.errors import AssayError, CheckpointChanged, EngineDied, EngineStartFailed, ModelUnusable
+from resources.errors import AssayError, CheckpointChanged, EngineDied, EngineStartFailed, ModelUnusable, WeightsNotRead
 from resources.jobs.jobs import Command, JobRequest
 
 
@@ -116,6 +116,7 @@ def test_first_error_is_looked_for_from_the_beginning() -> None:
     assert first_error(excerpt(log)) == "TypeError: CPU Generator does not use offset"
 
 
+READING = "Loading safetensors checkpoint shards:   0% Completed | 0/1 [00:00<?, ?it/s]\n"
 LOADING = 'Traceback (most recent call last):\n  File "a.py", line 2, in load_weights\n    assert a.shape == b.shape\n'
 
 
@@ -132,6 +133,10 @@ LOADING = 'Traceback (most recent call last):\n  File "a.py", line 2, in load_we
         (f"{LOADING}RuntimeError: start (0) + length (3) exceeds", ModelUnusable, "RuntimeError: start", "export"),
         (f"{LOADING}torch.OutOfMemoryError: no", EngineStartFailed, "First error in its log: torch.Out", "by hand"),
         (f"{LOADING}RuntimeError: can't allocate memory", EngineStartFailed, "First error in its log: Run", "by hand"),
+        (f"{READING}{LOADING}safetensors_rust.SafetensorError: F99", WeightsNotRead, "SafetensorError", "by hand"),
+        (f"{READING}{LOADING}torch.OutOfMemoryError: no", EngineStartFailed, "torch.Out", "by hand"),
+        (f"{READING}Loading weights took 2 s\nTypeError: x", EngineStartFailed, "TypeError: x", "by hand"),
+        (READING, EngineStartFailed, "Loading safetensors", "by hand"),
         ("ValueError: the estimated maximum model length is 9.", EngineStartFailed, "ValueError", "max_model_len=8,"),
         ("error: unrecognized arguments: --x", EngineStartFailed, "it ended. Last lines", "by hand:\nvllm serve"),
     ],
