@@ -6,35 +6,24 @@ changes tensors in each. DoRA's norms are of the base with the product added, as
 
 from __future__ import annotations
 
-import ctypes
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from pathlib import Path
 
 import numpy as np
 
 from pools.weights.adapters.changes import Change, changed_config, changes_of
-from pools.weights.converting import write_index
-from pools.weights.formats import Tensor, read_safetensors_header
+from pools.weights.formats import Tensor, read_safetensors_header, safetensors_header
 from pools.weights.making import Making
-from pools.weights.merging import (
-    BLOCK_BYTES,
-    BYTES,
-    TYPES,
-    Block,
-    on_this_machine,
-    open_files,
-    read_ahead,
-    write_weights,
-)
+from pools.weights.merging import BLOCK_BYTES, Block, Read, on_this_machine, reading, write_weights
+from pools.weights.numbers import BYTES, narrow, widen
 from resources.errors import CheckpointError
 from resources.storage import storage
 
-_CACHED_NUMBERS = 2**15  # processed at once, with as many of the product: they fit into the cache of a core
+_CACHED_NUMBERS = 2**16  # processed at once, with as many of the product: they fit into the cache of a core
+_MULTIPLIED = 2**18  # OpenBLAS computes up to so many multiplications in the calling thread (interface/gemm.c)
 
 
 @dataclass(frozen=True)
@@ -51,19 +40,10 @@ class _Matrix:
 @dataclass(frozen=True)
 class _Part(Block):
     source: Tensor
-    file: int | None  # None if it is in a store
-    start: int
+    first: int  # byte of the source
     length: int
-    matrix: _Matrix | None = None
-    row: int = 0
-
-    def read(self, buffer: memoryview) -> None:
-        if self.file is None:
-            buffer[:] = storage.read_bytes(self.source.uri, start=self.start, end=self.start + self.length)
-            return
-        read_ahead(self.file, self.start, self.length)
-        if os.preadv(self.file, [buffer], self.start) != self.length:
-            raise OSError(f"the file {self.source.uri} ends within a tensor")
+    row: int
+    matrix: _Matrix | None  # None for bytes that are copied
 
 
 def merge_adapter(making: Making) -> None:
@@ -77,64 +57,54 @@ def merge_adapter(making: Making) -> None:
                 found=f"{base.uri} in another format",
                 remedy="save the base as safetensors",
             )
-        held.enter_context(_products_on_their_own_thread())
-        file_of = open_files(held)
+        read = reading(held)
         shards = {name: read_safetensors_header(base.files[name]) for name in base.weight_files}
         added = changes.keys() - {name for shard in shards.values() for name in shard}
         shards[base.weight_files[-1]] |= {name: changes[name].source for name in sorted(added)}
         for file, tensors in shards.items():
-            target = making.content / file
-            if target.is_file():  # of these inputs, by an earlier call
-                making.on_bytes(target.stat().st_size)
-                continue
-            in_order = sorted(tensors.items(), key=lambda item: item[1].span)
-            shard = {name: changes.get(name, Change(tensor, tensor)) for name, tensor in in_order}
-            header, places = _header(shard)
-            parts = (part for name in shard for part in _parts(shard[name], places[name], file_of))
-            write_weights(target, header, parts, _Merger, stopped=making.stopped, on_bytes=making.on_bytes)
-        write_index(making, base.weight_files)
+            write_changed(
+                making, file, {name: changes.get(name, Change(tensors[name], tensors[name])) for name in tensors}, read
+            )
 
 
-def _header(shard: Mapping[str, Change]) -> tuple[bytes, dict[str, int]]:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    places: dict[str, int] = {}
-    end = 0
-    for name, change in shard.items():
-        tensor, (start, stop) = change.tensor, change.source.span
-        size = stop - start if tensor == change.source else prod(tensor.shape) * BYTES[tensor.dtype]
-        places[name], end = end, end + size
-        entries[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [places[name], end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + at for name, at in places.items()}
+def write_changed(making: Making, file: str, changes: Mapping[str, Change], read: Read) -> None:
+    """Writes a file with the tensors that changes make, by their names; `read` is that of `reading`."""
+    in_order = dict(sorted(changes.items(), key=lambda item: item[1].source.span))
+    header, places = safetensors_header({name: (each.tensor, _bytes_of(each)) for name, each in in_order.items()})
+    parts = (part for name, each in in_order.items() for part in _parts(each, places[name], read))
+    write_weights(
+        making.content / file, header, parts, partial(_Merger, read), stopped=making.stopped, on_bytes=making.on_bytes
+    )
 
 
-def _parts(change: Change, place: int, file_of: Callable[[Tensor], int]) -> Iterator[_Part]:
+def _bytes_of(change: Change) -> int:
+    tensor, (start, end) = change.tensor, change.source.span
+    return end - start if tensor == change.source else prod(tensor.shape) * BYTES[tensor.dtype]
+
+
+def _parts(change: Change, place: int, read: Read) -> Iterator[_Part]:
     source, tensor = change.source, change.tensor
-    file = file_of(source) if storage.is_local(source.uri) else None
-    start, end = source.span
-    if tensor == source and change.low_rank is None and change.rows is None:
-        for at in range(start, end, BLOCK_BYTES):
-            size = min(BLOCK_BYTES, end - at)
-            yield _Part(place + at - start, size, source, file, at, size)
-        return
     rows, columns = (tensor.shape or (1,))[0], prod(tensor.shape[1:])
-    read, written = columns * BYTES[source.dtype], columns * BYTES[tensor.dtype]
-    step = max(1, BLOCK_BYTES // max(read, written))
+    from_bytes, to_bytes = columns * BYTES.get(source.dtype, 0), columns * BYTES.get(tensor.dtype, 0)  # of a row
+    matrix = None
+    if tensor == source and change.low_rank is None and change.rows is None:
+        rows, from_bytes, to_bytes = source.span[1] - source.span[0], 1, 1
+    elif rows * columns:
+        matrix = _matrix(change, columns)
+    step = max(1, BLOCK_BYTES // max(from_bytes, to_bytes, 1))
 
-    def parts(matrix: _Matrix) -> Iterator[_Part]:
+    def parts(matrix: _Matrix | None) -> Iterator[_Part]:
         for row in range(0, rows, step):
             count = min(step, rows - row)
-            at = place + row * written
-            yield _Part(at, count * written, source, file, start + row * read, count * read, matrix, row)
+            at, first = place + row * to_bytes, row * from_bytes
+            yield _Part(at, count * to_bytes, source, first, count * from_bytes, row, matrix)
 
-    matrix = _matrix(change, columns)
-    if change.low_rank and change.low_rank.transposed and matrix.magnitude is not None:
-        norms, sums = _Merger(), np.zeros(columns)
-        for part in parts(replace(matrix, magnitude=None)):
-            for _, wide, _ in norms.sums(part):
-                sums += np.einsum("ij,ij->j", wide, wide, dtype=np.float64)
-        factors = (matrix.magnitude / np.sqrt(sums)).astype(matrix.number)
+    if matrix and matrix.magnitude is not None and change.low_rank and change.low_rank.transposed:
+        merger, squares = _Merger(read), np.zeros(columns)
+        for part in parts(matrix):
+            for _, wide, _ in merger.sums(part, matrix):
+                squares += np.einsum("ij,ij->j", wide, wide, dtype=np.float64)
+        factors = (matrix.magnitude / np.sqrt(squares)).astype(matrix.number)
         matrix = replace(matrix, magnitude=None, factors=factors)
     yield from parts(matrix)
 
@@ -155,102 +125,60 @@ def _matrix(change: Change, columns: int) -> _Matrix:
 def _array(tensor: Tensor, number: type[np.float32] | type[np.float64]) -> np.ndarray:
     raw = np.frombuffer(storage.read_bytes(tensor.uri, start=tensor.span[0], end=tensor.span[1]), np.uint8)
     wide = np.empty(prod(tensor.shape), number)
-    _widen(tensor.dtype, raw, wide)
+    widen(tensor.dtype, raw, wide)
     return wide.reshape(tensor.shape)
 
 
 class _Merger:
-    # of a thread: reads a part, and returns its bytes in the result
+    # of a thread: returns the bytes of a part in the result
 
-    def __init__(self) -> None:
-        self._read = np.empty(BLOCK_BYTES, np.uint8)
-        self._written = np.empty(BLOCK_BYTES, np.uint8)
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._from, self._to = np.empty((2, BLOCK_BYTES), np.uint8)
+        self._room = np.empty((2, 0, 0), np.float32)
 
     def __call__(self, part: _Part) -> memoryview:
-        if part.matrix is None:
-            return self._raw(part).data
-        matrix = part.matrix
-        if len(self._written) < part.size:
-            self._written = np.empty(part.size, np.uint8)
-        written = self._written[: part.size]
-        width = matrix.columns * BYTES[matrix.dtype]
-        for row, wide, spare in self.sums(part):
-            if matrix.magnitude is not None:
-                norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))
-                wide *= (matrix.magnitude[row : row + len(wide)] / norms)[:, None]
-            if matrix.factors is not None:
-                wide *= matrix.factors
-            for number in matrix.replaced.keys() & range(row, row + len(wide)):
-                wide[number - row] = matrix.replaced[number]
-            at = (row - part.row) * width
-            _narrow(matrix.dtype, wide.reshape(-1), spare.reshape(-1), written[at : at + len(wide) * width])
-        return written.data
+        if (matrix := part.matrix) is None:
+            return self._bytes_of(part).data
+        if len(self._to) < part.size:
+            self._to = np.empty(part.size, np.uint8)
+        made, width = self._to[: part.size], matrix.columns * BYTES[matrix.dtype]
+        with np.errstate(all="ignore"):  # infinity and NaN are kept
+            for row, wide, spare in self.sums(part, matrix):
+                if matrix.magnitude is not None:
+                    norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))
+                    wide *= (matrix.magnitude[row : row + len(wide)] / norms)[:, None]
+                if matrix.factors is not None:
+                    wide *= matrix.factors
+                for number in matrix.replaced.keys() & range(row, row + len(wide)):
+                    wide[number - row] = matrix.replaced[number]
+                at = (row - part.row) * width
+                narrow(matrix.dtype, wide.reshape(-1), spare.reshape(-1), made[at : at + len(wide) * width])
+        return made.data
 
-    def sums(self, part: _Part) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    def sums(self, part: _Part, matrix: _Matrix) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yields the base's rows with the product added, some at a time: the number of the first, they, and room
         for as many numbers."""
-        matrix = part.matrix
-        assert matrix is not None
         width = matrix.columns * BYTES[part.source.dtype]
-        raw, step = self._raw(part), max(1, _CACHED_NUMBERS // matrix.columns)
-        room = np.empty((2, step, matrix.columns), matrix.number)
-        for at in range(0, part.length // width, step):
-            count = min(step, part.length // width - at)
-            wide, added = room[:, :count]
-            _widen(part.source.dtype, raw[at * width : (at + count) * width], wide.reshape(-1))
+        raw, step = self._bytes_of(part), max(1, _CACHED_NUMBERS // matrix.columns)
+        if self._room.shape != (shape := (2, step, matrix.columns)) or self._room.dtype != matrix.number:
+            self._room = np.empty(shape, matrix.number)
+        for row in range(0, part.length // width, step):
+            held = raw[row * width : (row + step) * width]
+            wide, added = self._room[:, : len(held) // width]
+            widen(part.source.dtype, held, wide.reshape(-1))
             if matrix.product is not None:
                 left, right = matrix.product
-                first = part.row + at
-                wide += np.matmul(left[first : first + count], right, out=added)
-            yield part.row + at, wide, added
+                left = left[part.row + row :][: len(wide)]
+                few = max(1, _MULTIPLIED // left.size)
+                for at in range(0, matrix.columns, few):
+                    np.matmul(left, right[:, at : at + few], out=added[:, at : at + few])
+                np.add(wide, added, out=wide)
+            yield part.row + row, wide, added
 
-    def _raw(self, part: _Part) -> np.ndarray:
-        if len(self._read) < part.length:
-            self._read = np.empty(part.length, np.uint8)
-        part.read(self._read[: part.length].data)
-        return self._read[: part.length]
-
-
-def _widen(dtype: str, raw: np.ndarray, wide: np.ndarray) -> None:
-    if dtype != "BF16":
-        np.copyto(wide, raw.view(TYPES[dtype]))
-        return
-    upper = raw.view(np.uint16)
-    if wide.dtype == np.float64:
-        wide[:] = (upper.astype(np.uint32) << 16).view(np.float32)
-        return
-    bits = wide.view(np.uint32)
-    np.copyto(bits, upper)
-    np.left_shift(bits, np.uint32(16), out=bits)
-
-
-def _narrow(dtype: str, wide: np.ndarray, spare: np.ndarray, raw: np.ndarray) -> None:
-    with np.errstate(all="ignore"):  # infinity and NaN are kept
-        if dtype != "BF16":
-            np.copyto(raw.view(TYPES[dtype]), wide, casting="same_kind")
-            return
-        missing = np.isnan(wide)
-        bits, odd = wide.view(np.uint32), spare.view(np.uint32)  # rounds to the nearest, and to even
-        np.right_shift(bits, np.uint32(16), out=odd)
-        np.bitwise_and(odd, np.uint32(1), out=odd)
-        np.add(odd, np.uint32(0x7FFF), out=odd)
-        np.add(bits, odd, out=bits)
-        np.right_shift(bits, np.uint32(16), out=bits)
-        np.copyto(raw.view(np.uint16), bits, casting="same_kind")
-        if missing.any():
-            raw.view(np.uint16)[missing] = 0x7FC0
-
-
-@contextmanager
-def _products_on_their_own_thread() -> Iterator[None]:
-    # OpenBLAS would start threads for each product of a block, 30 times slower where cores are busy
-    libraries = (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas64*")
-    blas = next(map(ctypes.CDLL, map(str, libraries)), None)
-    count = blas.scipy_openblas_get_num_threads64_() if blas else 0
-    try:
-        if blas:
-            blas.scipy_openblas_set_num_threads64_(1)
-        yield
-    finally:
-        if blas:
-            blas.scipy_openblas_set_num_threads64_(count)
+    def _bytes_of(self, part: _Part) -> np.ndarray:
+        if len(self._from) < part.length:
+            self._from = np.empty(part.length, np.uint8)
+        held = self._from[: part.length]
+        self._read(part.source, part.first, held.data)
+        return held

@@ -11,12 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pools.weights.adapter_merging import write_changed
+from pools.weights.adapters.changes import Change
 from pools.weights.formats import (
     EXPORTERS,
     INDEX_NAME,
@@ -28,20 +30,20 @@ from pools.weights.formats import (
     weights_in,
 )
 from pools.weights.making import Making
+from pools.weights.merging import reading
 from pools.weights.model_files import small_files
 from resources.errors import CheckpointError, StorageError
 from resources.jobs import inheritance
 from resources.settings import process_environment
 from resources.storage import storage
 from resources.storage.file_copy import CopyStopped
-from resources.storage.regular_files import open_within, real_path
+from resources.storage.regular_files import real_path
 
 _PROGRAM = Path(__file__).parent / "programs" / "make_weights.py"
 _EXPORTING = _PROGRAM.with_name("run_exporter.py")
 _SILENT_SECONDS = 1800.0  # a shard in torch's older format is read whole before its first line
 _LOOK_SECONDS = 0.5
 _TAIL_BYTES = 2000
-_COPIED_BYTES = 2**24
 
 
 def convert_pickled(making: Making) -> None:
@@ -65,7 +67,6 @@ def convert_pickled(making: Making) -> None:
         _run(making, {"shards": shards, "ties": _ties(making)})
     for target in targets:
         unwrap_names(making.content / target)
-    write_index(making, targets)
 
 
 def export_distributed(making: Making) -> None:
@@ -129,39 +130,13 @@ def _python_with(package: str, making: Making, typed: str) -> str:
 def rewrite_shards(making: Making) -> None:
     """Copies shards without the tensors that the index gives to other shards, and names without words of wrappers."""
     weight_map = _weight_map(making, INDEX_NAME) if INDEX_NAME in making.folder.files else {}
-    for name in making.folder.weight_files:
-        file = making.folder.files[name]
-        if _is_made(making, name, file.size):
-            continue
-        held = read_safetensors_header(file)
-        plain, _ = unwrapped(held)
-        kept = sorted((held[key].span, key) for key in held if weight_map.get(key, name) == name)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for (start, end), key in kept:
-            tensor = held[key]
-            place = [at, at := at + end - start]
-            header[plain[key]] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": place}
-        encoded = json.dumps(header).encode()
-        encoded += b" " * (-len(encoded) % 8)
-        target = making.content / name
-        unfinished = target.with_name(f"{name}.partial")
-        with storage.reported(str(target), "write"), unfinished.open("wb") as written:
-            written.write(len(encoded).to_bytes(8, "little") + encoded)
-            with os.fdopen(open_within(storage.local_path(file.place)), "rb") as source:
-                for (start, end), _ in kept:
-                    source.seek(start)
-                    while start < end:
-                        if making.stopped():
-                            raise CopyStopped
-                        part = source.read(min(_COPIED_BYTES, end - start))
-                        written.write(part)
-                        making.on_bytes(len(part))
-                        start += len(part) or end
-            written.flush()
-            os.fsync(written.fileno())
-            unfinished.rename(target)
-    write_index(making, making.folder.weight_files)
+    with ExitStack() as held:
+        read = reading(held)
+        for name in making.folder.weight_files:
+            tensors = read_safetensors_header(making.folder.files[name])
+            plain, _ = unwrapped(tensors)
+            kept = {plain[key]: each for key, each in tensors.items() if weight_map.get(key, name) == name}
+            write_changed(making, name, {key: Change(each, each) for key, each in kept.items()}, read)
 
 
 def _ties(making: Making) -> bool | None:
@@ -205,17 +180,6 @@ def _weight_map(making: Making, index: str) -> Mapping[str, str]:
             remedy="let nothing write to a checkpoint once it is complete",
         )
     return {name: str(shard) for name, shard in weight_map.items()}
-
-
-def write_index(making: Making, targets: Sequence[str]) -> None:
-    """Writes the index of made files, if there are several."""
-    if len(targets) == 1:
-        return
-    made = {name: storage.list_files(str(making.content / name))[0] for name in targets}
-    weight_map = {tensor: name for name, file in made.items() for tensor in read_safetensors_header(file)}
-    storage.write_bytes(
-        str(making.content / INDEX_NAME), json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
-    )
 
 
 def _run(making: Making, job: Mapping[str, Any], *, program: Path = _PROGRAM, python: str | None = None) -> None:

@@ -318,3 +318,17 @@ def _header_of(file: FileInfo) -> tuple[dict[str, Tensor], str | None]:
         tensors[key] = Tensor(entry["dtype"], tuple(entry["shape"]), file.place, (start, end))
     size = max((tensor.span[1] for tensor in tensors.values()), default=8 + header_bytes)
     return tensors, None if file.size == size else f"{name} has {file.size} bytes where its header says {size}"
+
+
+def safetensors_header(tensors: Mapping[str, tuple[Tensor, int]]) -> tuple[bytes, dict[str, int]]:
+    """Returns the header of a safetensors file with these tensors in this order, each given with its size in bytes, and
+    the place of each behind the header."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places: dict[str, int] = {}
+    end = 0
+    for name, (tensor, size) in tensors.items():
+        places[name], end = end, end + size
+        entries[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [places[name], end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from pools.weights.checkpoint_copy import Filling, copy_checkpoint, counted, require_planned
 from pools.weights.content import file_identity
-from pools.weights.formats import ADAPTER_RECIPE
+from pools.weights.formats import ADAPTER_RECIPE, INDEX_NAME, read_safetensors_header
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_model_folder, served_files, small_files
 from pools.weights.overrides import without_options
@@ -21,7 +22,7 @@ from resources.storage.regular_files import real_path
 
 @dataclass(frozen=True)
 class Making:
-    """Weights that are being made. A maker writes safetensors, and their index if there are several, into `content`.
+    """Weights that are being made. A maker writes safetensors into `content`.
 
     It continues an earlier call: files that are there under their final names are whole, and of the same inputs.
 
@@ -86,6 +87,11 @@ def make_checkpoint(
         storage.write_bytes(str(content / name), storage.read_bytes(file.place))
     count = counted(made_bytes, filling.on_progress)
     make(Making(folder, content, python, trusted, hold_copy, filling.stopped, count))
+    made = [file for file in storage.list_folder(str(content)) if file.uri.endswith(".safetensors")]
+    if len(made) > 1:
+        weight_map = {tensor: storage.basename(file.uri) for file in made for tensor in read_safetensors_header(file)}
+        index = json.dumps({"metadata": {}, "weight_map": weight_map})
+        storage.write_bytes(str(content / INDEX_NAME), index.encode())
     if is_adapter or _identities(folder) != read:  # a removal changes times too, but not contents
         require_planned(filling.uri, digest_model_folder(inspect_checkpoint(filling.uri)), filling.digests)
     inspect_model_folder(str(content)).require_complete()

@@ -26,6 +26,7 @@ from pools.weights.formats import Tensor, read_safetensors_header
 from pools.weights.layouts import KEPT, inspect_checkpoint, require_alike
 from pools.weights.merges import merge_of
 from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_model_folder, read_tensors, served_files
+from pools.weights.numbers import BYTES, narrow, widen
 from pools.weights.overrides import without_options
 from resources.errors import CheckpointError, StorageError
 from resources.storage import storage
@@ -37,15 +38,6 @@ from resources.storage.storage import FileInfo
 BLOCK_BYTES = 2**21
 """Bytes per read: for smaller reads, of several files in turn, a disk would behave as for random reads."""
 _CACHED_BYTES = 2**17  # processed at once, with its float32 numbers: fits into the cache of a core
-_UPPER = np.uint32(0xFFFF0000)
-_HALF = np.uint32(16)
-_ODD = np.uint32(1)
-_BELOW_HALF = np.uint32(0x7FFF)
-_NAN = np.uint32(0x7FC00000)
-BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-"""Width in bytes of each averaged type, by its name in safetensors."""
-TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
-"""Those of them that numpy has."""
 _SYNCED_BYTES = 2**27  # otherwise the disk writes everything at the end, which then takes long
 _MOST_THREADS = 8  # beyond that, memory is the bottleneck
 
@@ -59,75 +51,35 @@ class Averager:
     def __init__(self, count: int, weights: Sequence[float] | None) -> None:
         self._count = count
         self._weights = weights
-        self._raw = np.zeros(BLOCK_BYTES, np.uint8)
-        self._wide = np.zeros(2 * _CACHED_BYTES, np.uint8)
-        self._total = np.zeros(2 * BLOCK_BYTES, np.uint8)
+        self._raw = np.empty(BLOCK_BYTES, np.uint8)
+        self._total = np.empty(2 * BLOCK_BYTES, np.uint8)
+        self._spare = np.empty(2 * _CACHED_BYTES, np.uint8)
 
     def average(self, dtype: str, size: int, read: Callable[[int, memoryview], None]) -> memoryview:
         """Returns the average of a block of `size` bytes, which is valid until the next call.
 
         `dtype` is BF16, F16, F32 or F64; `read` reads a checkpoint's part, given its number, into a buffer.
         """
-        raw = self._raw[: size + size % 4]  # bfloat16 is processed in pairs
-        raw[size:] = 0
-        parts = [
-            (raw[at : at + _CACHED_BYTES], self._total[2 * at : 2 * (at + _CACHED_BYTES)])
-            for at in range(0, len(raw), _CACHED_BYTES)
-        ]
+        kind = np.float64 if dtype == "F64" else np.float32
+        raw = self._raw[:size].reshape(-1, BYTES[dtype])
+        total, spare = self._total.view(kind)[: len(raw)], self._spare.view(kind)
+        step = _CACHED_BYTES // BYTES[dtype]
+        parts = [(raw[at : at + step].reshape(-1), total[at : at + step]) for at in range(0, len(raw), step)]
         with np.errstate(all="ignore"):  # infinity and NaN are kept
             for number in range(self._count):
-                read(number, raw[:size].data)
-                for held, room in parts:
-                    self._add(number, self._widened(dtype, held), room)
-            for held, room in parts:
-                self._narrow(dtype, room, held)
-        return raw[:size].data
-
-    def _add(self, number: int, values: np.ndarray, room: np.ndarray) -> None:
-        if self._weights is not None:
-            np.multiply(values, values.dtype.type(self._weights[number]), out=values)
-        total = room.view(values.dtype)[: values.size]
-        if number == 0:
-            np.copyto(total, values)
-        else:
-            np.add(total, values, out=total)
-
-    def _widened(self, dtype: str, raw: np.ndarray) -> np.ndarray:
-        if dtype != "BF16":
-            numbers = raw.view(TYPES[dtype])
-            if dtype != "F16":
-                return numbers
-            wide = self._wide.view(np.float32)[: numbers.size]
-            np.copyto(wide, numbers)
-            return wide
-        pairs = raw.view(np.uint32)
-        bits = self._wide.view(np.uint32)[: 2 * pairs.size]
-        np.left_shift(pairs, _HALF, out=bits[: pairs.size])
-        np.bitwise_and(pairs, _UPPER, out=bits[pairs.size :])
-        return bits.view(np.float32)
-
-    def _narrow(self, dtype: str, room: np.ndarray, raw: np.ndarray) -> None:
-        kind = np.float64 if dtype == "F64" else np.float32
-        total = room.view(kind)[: len(raw) // BYTES[dtype]]
-        if self._weights is None:
-            np.divide(total, kind(self._count), out=total)
-        if dtype != "BF16":
-            np.copyto(raw.view(TYPES[dtype]), total, casting="same_kind")
-            return
-        missing = np.isnan(total)
-        bits = total.view(np.uint32)
-        added = self._wide.view(np.uint32)[: bits.size]
-        np.right_shift(bits, _HALF, out=added)
-        np.bitwise_and(added, _ODD, out=added)
-        np.add(added, _BELOW_HALF, out=added)
-        np.add(bits, added, out=bits)
-        if missing.any():
-            bits[missing] = _NAN
-        pairs = raw.view(np.uint32)
-        lower, upper = bits[: pairs.size], bits[pairs.size :]
-        np.right_shift(lower, _HALF, out=lower)
-        np.bitwise_and(upper, _UPPER, out=upper)
-        np.bitwise_or(lower, upper, out=pairs)
+                read(number, self._raw[:size].data)
+                for held, sums in parts:
+                    values = spare[: len(sums)] if number else sums
+                    widen(dtype, held, values)
+                    if self._weights is not None:
+                        np.multiply(values, kind(self._weights[number]), out=values)
+                    if number:
+                        np.add(sums, values, out=sums)
+            for held, sums in parts:
+                if self._weights is None:
+                    np.divide(sums, kind(self._count), out=sums)
+                narrow(dtype, sums, spare[: len(sums)], held)
+        return self._raw[:size].data
 
 
 def merge_checkpoints(filling: Filling, *, hold_copy: Callable[[ModelFolder], Hold]) -> Path:
@@ -168,9 +120,7 @@ def merge_checkpoints(filling: Filling, *, hold_copy: Callable[[ModelFolder], Ho
         weights = None if plain else merge.weights(len(inputs))
         for name, source in sources.items():
             target = content / name
-            if target.is_file() and name in last.weight_files:  # of inputs with these digests, by an earlier call
-                count(source.size)
-            elif name in last.weight_files:
+            if name in last.weight_files:
                 try:
                     _write_average(source, target, tensors, weights, filling.stopped, count, require_unchanged)
                 except (CheckpointError, StorageError):
@@ -205,7 +155,7 @@ def on_this_machine(folder: ModelFolder, hold_copy: Callable[[ModelFolder], Hold
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes of a file of weights, from `at`."""
+    """Bytes of a file of weights, from `at` bytes behind its header."""
 
     at: int
     size: int
@@ -213,20 +163,21 @@ class Block:
 
 @dataclass(frozen=True)
 class _Averaged(Block):
-    tensor: str
-    dtype: str
-    # file descriptor and offset of each input
-    sources: tuple[tuple[int, int], ...]
+    name: str
+    first: int  # byte of the tensor
+    tensors: tuple[Tensor, ...]
 
 
 Written = TypeVar("Written", bound=Block)
+Read = Callable[[Tensor, int, memoryview], None]
+"""Reads a part of a tensor's content into a buffer, given its first byte."""
 
 
 def write_weights(
     target: Path,
     header: bytes,
     blocks: Iterable[Written],
-    begin: Callable[[], Callable[[Written], bytes | memoryview]],
+    begin: Callable[[], Callable[[Written], memoryview]],
     *,
     stopped: Callable[[], bool],
     on_bytes: Callable[[int], None],
@@ -234,22 +185,25 @@ def write_weights(
 ) -> None:
     """Writes a safetensors file that appears when it is whole: a header, and blocks, computed on several threads.
 
-    Each thread computes by a function from `begin`. `on_bytes` is called with the bytes of each part. Raises
-    `CopyStopped` if `stopped` returns True, and what `require_unchanged` raises before the file appears.
+    A file that is there already is left, as of the same inputs by an earlier call. Each thread computes by a function
+    from `begin`. `on_bytes` is called with the bytes of each part. Raises `CopyStopped` if `stopped` returns True, and
+    what `require_unchanged` raises before the file appears.
     """
+    if target.is_file():
+        on_bytes(target.stat().st_size)
+        return
     unfinished = target.with_name(f"{target.name}.partial")
     with storage.reported(str(target), "write"), unfinished.open("w+b") as output:
         output.write(header)
         output.flush()
         on_bytes(len(header))
 
-        def write(compute: Callable[[Written], bytes | memoryview], block: Written) -> None:
+        def write(compute: Callable[[Written], memoryview], block: Written) -> None:
             if stopped():
                 raise CopyStopped
-            if os.pwrite(output.fileno(), compute(block), block.at) != block.size:
+            if os.pwrite(output.fileno(), compute(block), len(header) + block.at) != block.size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a full disk or quota writes only a part
-            first, end = block.at - len(header), block.at - len(header) + block.size
-            if first // _SYNCED_BYTES != end // _SYNCED_BYTES:
+            if block.at // _SYNCED_BYTES != (block.at + block.size) // _SYNCED_BYTES:
                 os.fsync(output.fileno())
             on_bytes(block.size)
 
@@ -259,23 +213,27 @@ def write_weights(
         unfinished.rename(target)
 
 
-def read_ahead(file: int, at: int, size: int) -> None:
-    """Has the disk read what the next blocks are from: `size` bytes, a block for each thread behind `at`."""
-    if sys.platform == "linux":
-        os.posix_fadvise(file, at + thread_count() * BLOCK_BYTES, size, os.POSIX_FADV_WILLNEED)
-
-
-def open_files(held: ExitStack) -> Callable[[Tensor], int]:
-    """Returns a function that opens a tensor's local file, once for all, until `held` closes; its descriptor."""
+def reading(held: ExitStack) -> Read:
+    """Returns a function that reads tensors on several threads, and keeps local files open until `held` closes."""
     opened: dict[str, int] = {}
+    opening = threading.Lock()
 
-    def file_of(tensor: Tensor) -> int:
-        if tensor.uri not in opened:
-            file = held.enter_context(os.fdopen(open_within(storage.local_path(tensor.uri)), "rb"))
-            opened[tensor.uri] = file.fileno()
-        return opened[tensor.uri]
+    def read(tensor: Tensor, first: int, buffer: memoryview) -> None:
+        at = tensor.span[0] + first
+        if not storage.is_local(tensor.uri):
+            buffer[:] = storage.read_bytes(tensor.uri, start=at, end=at + len(buffer))
+            return
+        with opening:
+            if tensor.uri not in opened:
+                file = held.enter_context(os.fdopen(open_within(storage.local_path(tensor.uri)), "rb"))
+                opened[tensor.uri] = file.fileno()
+        if sys.platform == "linux":  # has the disk read what the next blocks are from, a block for each thread
+            following = at + thread_count() * BLOCK_BYTES
+            os.posix_fadvise(opened[tensor.uri], following, len(buffer), os.POSIX_FADV_WILLNEED)
+        if os.preadv(opened[tensor.uri], [buffer], at) != len(buffer):
+            raise OSError(f"the file {tensor.uri} ends within a tensor")
 
-    return file_of
+    return read
 
 
 def _write_average(
@@ -289,51 +247,43 @@ def _write_average(
 ) -> None:
     written = read_safetensors_header(last)
     header_bytes = min((tensor.span[0] for tensor in written.values()), default=last.size)
+
+    def blocks() -> Iterator[_Averaged]:
+        for name, tensor in sorted(written.items(), key=lambda item: item[1].span):
+            (start, end), inputs = tensor.span, tuple(each[name] for each in tensors)
+            for first in range(0, end - start, BLOCK_BYTES):
+                size = min(BLOCK_BYTES, end - start - first)
+                yield _Averaged(start - header_bytes + first, size, name, first, inputs)
+
     with ExitStack() as held:
-        file_of = open_files(held)
-
-        def blocks() -> Iterator[_Averaged]:
-            for name, tensor in sorted(written.items(), key=lambda item: item[1].span):
-                start, end = tensor.span
-                sources = [(file_of(each[name]), each[name].span[0]) for each in tensors]
-                for at in range(start, end, BLOCK_BYTES):
-                    places = tuple((file, begin + at - start) for file, begin in sources)
-                    yield _Averaged(at, min(BLOCK_BYTES, end - at), name, tensor.dtype, places)
-
+        read = reading(held)
         write_weights(
             target,
             storage.read_bytes(last.place, start=0, end=header_bytes),
             blocks(),
-            lambda: partial(_averaged, Averager(len(tensors), weights)),
+            lambda: partial(_averaged, Averager(len(tensors), weights), read),
             stopped=stopped,
             on_bytes=on_bytes,
             require_unchanged=require_unchanged,
         )
 
 
-def _averaged(averager: Averager, block: _Averaged) -> memoryview | bytes:
-    for file, start in block.sources:
-        read_ahead(file, start, block.size)
+def _averaged(averager: Averager, read: Read, block: _Averaged) -> memoryview:
+    def read_input(number: int, buffer: memoryview) -> None:
+        read(block.tensors[number], block.first, buffer)
 
-    def read(number: int, buffer: memoryview | bytearray) -> None:
-        file, start = block.sources[number]
-        if os.preadv(file, [buffer], start) != len(buffer):
-            raise OSError(f"the file of {block.tensor} ends within it")
-
-    if block.dtype not in KEPT:
-        return averager.average(block.dtype, block.size, read)
-    contents = set()
-    for number in range(len(block.sources)):
-        content = bytearray(block.size)
-        read(number, content)
-        contents.add(bytes(content))
-    if len(contents) > 1:
+    if (dtype := block.tensors[0].dtype) not in KEPT:
+        return averager.average(dtype, block.size, read_input)
+    contents = [bytearray(block.size) for _ in block.tensors]
+    for number, content in enumerate(contents):
+        read_input(number, memoryview(content))
+    if any(content != contents[0] for content in contents):
         raise CheckpointError(
-            expected=f"the same {block.dtype} numbers of {block.tensor} in every checkpoint of a merge",
+            expected=f"the same {dtype} numbers of {block.name} in every checkpoint of a merge",
             found="others in one of them; only floating-point numbers are averaged",
             remedy="merge checkpoints of the same model, not quantised",
         )
-    return contents.pop()
+    return memoryview(contents[0])
 
 
 def thread_count() -> int:

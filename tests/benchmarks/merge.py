@@ -97,6 +97,7 @@ def compared(
         ours, theirs = [], []
         for _ in range(options.rounds):
             theirs.append(gigabytes / seconds_of(lambda: read(files), forgotten))
+            shutil.rmtree(staged)
             ours.append(gigabytes / seconds_of(lambda: stage(staged, uri, digests), forgotten))
             say(f"{kind}: merged {ours[-1]:.2f} GB/s, read {theirs[-1]:.2f} GB/s")
         comparisons.append(Comparison(kind, "GB/s", median(ours), median(theirs), better="more", facts=facts))
@@ -178,7 +179,6 @@ def read(files: Sequence[Path]) -> None:
 
 
 def stage(folder: Path, uri: str, digests: ModelDigests) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
     with Staging(folder, max_bytes=_ROOM_BYTES) as staging, staging.stage(uri, digests):
         pass
 
