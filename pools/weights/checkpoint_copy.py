@@ -45,10 +45,9 @@ class Filling:
     on_progress: Progress | None
 
 
-def copy_checkpoint(filling: Filling, *, parallel_files: int, range_bytes: int) -> Path:
-    """Copies the served files; returns the folder with the model."""
+def copy_checkpoint(filling: Filling, remote: ModelFolder, *, parallel_files: int, range_bytes: int) -> Path:
+    """Copies the served files of an inspected checkpoint; returns the folder with the model."""
     uri, digests, partial = filling.uri, filling.digests, filling.partial
-    remote = inspect_model_folder(uri)
     remote.require_complete(planned=True)
     if all(remote.files[name].checksum for name in remote.weight_files):
         require_planned(uri, digest_model_folder(remote), digests)  # reads only checksums of the weights

@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from resources.errors import StorageError
@@ -36,12 +37,17 @@ def _hash_in_ranges(file: FileInfo) -> str:
     return digest.hexdigest()
 
 
+_remembered = lru_cache(maxsize=1024)(_hash_in_ranges)  # such as of the base of many adapters
+
+
 def content_digest(file: FileInfo) -> bytes:
-    """Returns a file's digest: the store's checksum if available; digests of local files are cached."""
+    """Returns a file's digest: the store's checksum if available; digests of local files are cached, those of stores
+    without checksums in this process."""
     if file.checksum:
         return file.checksum.encode()
     if not storage.is_local(file.uri):  # a store without checksums, such as memory:// or MLflow's
-        return _hash_in_ranges(file).encode()
+        settled = 0 < file.modified < time.time() - SETTLED_SECONDS
+        return (_remembered if settled else _hash_in_ranges)(file).encode()
     path = Path(real_path(storage.local_path(file.place)))
     began, identity = time.time(), file_identity(path)
     memory = settings().cache_dir / "digests" / hash_of(repr(identity).encode())

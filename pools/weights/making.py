@@ -56,6 +56,7 @@ def python_with_torch(environment: str | None = None) -> Path:
 
 def make_checkpoint(
     filling: Filling,
+    planned: ModelFolder,
     make: Callable[[Making], None],
     *,
     parallel_files: int,
@@ -64,9 +65,8 @@ def make_checkpoint(
     trusted: bool,
     hold_copy: Callable[[ModelFolder], Hold],
 ) -> Path:
-    """Has the maker of a checkpoint's recipe make its weights, from its files or their copy; returns the folder with
-    the whole model. Room is made for as many bytes as all inputs of the recipe have."""
-    planned = inspect_checkpoint(filling.uri)
+    """Has the maker of a planned checkpoint's recipe make its weights, from its files or their copy; returns the folder
+    with the whole model. Room is made for as many bytes as all inputs of the recipe have."""
     planned.require_complete(planned=True)
     made_bytes = sum(file.size for file in served_files(planned).values())
     made_bytes += sum(each.files[name].size for each in planned.inputs for name in each.weight_files)
@@ -78,7 +78,7 @@ def make_checkpoint(
     else:
         room = partial(_make_room_for_both, filling, made_bytes)
         copying = replace(filling, partial=filling.partial / "inputs", make_room=room, on_progress=None)
-        copied = copy_checkpoint(copying, parallel_files=parallel_files, range_bytes=range_bytes)
+        copied = copy_checkpoint(copying, planned, parallel_files=parallel_files, range_bytes=range_bytes)
         folder = replace(planned, uri=str(copied), files=inspect_model_folder(str(copied)).files)
     read = [] if is_adapter else _identities(folder)
     content = filling.partial / "content"

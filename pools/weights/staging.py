@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -75,6 +75,7 @@ class StagedFolder:
 class _PlannedCheckpoint:
     uri: str
     digests: ModelDigests
+    folder: ModelFolder | None = field(default=None, compare=False)  # inspected already
 
 
 class Staging:
@@ -144,12 +145,13 @@ class Staging:
 
     def _stage(self, uri: str, digests: ModelDigests, on_progress: Progress | None) -> StagedFolder:
         try:
-            if _is_linked(uri):
-                hold = self._hold_links(uri, digests)
+            folder = inspect_checkpoint(uri) if _is_here(uri) else None
+            if folder is not None and folder.made_by is None:
+                hold = self._hold_links(folder, digests)
                 verify = partial(_verify_links, hold.path, uri, digests)
             else:
                 hold = self._hold_copy(
-                    _PlannedCheckpoint(uri, digests),
+                    _PlannedCheckpoint(uri, digests, folder),
                     alone=self._prefetch_giving_way(digests),
                     stopped=self._closed.is_set,
                     on_progress=on_progress,
@@ -171,7 +173,7 @@ class Staging:
 
         Pauses during `stage` of another checkpoint. Errors are only logged, since `stage` raises them again.
         """
-        if _is_linked(uri):
+        if _is_here(uri) and inspect_checkpoint(uri).made_by is None:
             return
         with self._changed:
             if self._closed.is_set():
@@ -227,12 +229,11 @@ class Staging:
         if self._thread is not None:
             self._thread.join(_GIVE_WAY_SECONDS)
 
-    def _hold_links(self, uri: str, digests: ModelDigests) -> Hold:
-        folder = inspect_model_folder(uri)
+    def _hold_links(self, folder: ModelFolder, digests: ModelDigests) -> Hold:
         folder.require_complete(planned=True)
         files = served_files(folder)
         local = {name: storage.local_path(file.place) for name, file in files.items() if storage.is_local(file.uri)}
-        copied = self.stage_small_files(uri, digests) if len(local) < len(files) else Path()
+        copied = self.stage_small_files(folder.uri, digests) if len(local) < len(files) else Path()
         links = {name: Path(real_path(local.get(name, copied / name))) for name in files}
         key = hashlib.blake2b(repr(sorted(links.items())).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         hold = self._copies.hold(key)
@@ -285,17 +286,17 @@ class Staging:
         filling = Filling(planned.uri, planned.digests, folder, make_room, stopped, on_progress)
 
         def hold_copy(checkpoint: ModelFolder) -> Hold:
-            copied = _PlannedCheckpoint(checkpoint.uri, digest_model_folder(checkpoint))
+            copied = _PlannedCheckpoint(checkpoint.uri, digest_model_folder(checkpoint), checkpoint)
             return self._hold_copy(copied, alone=nullcontext(), stopped=stopped)
 
         if merge_of(planned.uri) is not None:
             from pools.weights.merging import merge_checkpoints  # imports numpy, which few callers need
 
             return merge_checkpoints(filling, hold_copy=hold_copy)
-        recipe = inspect_checkpoint(planned.uri).made_by
-        if recipe is None:
-            return self._copy(filling)
-        return self._make(filling, _maker(recipe), hold_copy=hold_copy)
+        inspected = planned.folder or inspect_checkpoint(planned.uri)
+        if inspected.made_by is None:
+            return self._copy(filling, inspected)
+        return self._make(filling, inspected, _maker(inspected.made_by), hold_copy=hold_copy)
 
     def _wait_for_copy(self, key: str, *, stopped: Callable[[], bool], on_progress: Progress | None) -> None:
         if stopped():
@@ -366,9 +367,8 @@ def _maker(recipe: str) -> Callable[[Making], None]:
     return make
 
 
-def _is_linked(uri: str) -> bool:
-    is_here = merge_of(uri) is None and storage.is_local(without_options(uri))
-    return is_here and inspect_checkpoint(uri).made_by is None
+def _is_here(uri: str) -> bool:
+    return merge_of(uri) is None and storage.is_local(without_options(uri))
 
 
 def _verify_links(folder: Path, uri: str, digests: ModelDigests) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import struct
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fakes.hub import running_hub, use_hub
 from fakes.models import CONFIG, write_checkpoint, write_safetensors
+from fakes.stores import HashKind, folder_store
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.merges import Merge, with_options
 from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_staged_folder, read_tensors
 from pools.weights.staging import Staging
+from resources.settings import settings
 from resources.storage import storage
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.run_snapshot import listing_of, snapshot_run, with_digests
@@ -184,6 +190,78 @@ def test_base_in_a_store_is_copied_once_for_its_adapters(tmp_path: Path):
             staging.stage(folder.uri, digest_model_folder(folder)).release()
     copies = list((tmp_path / "staged").glob("*/model.safetensors"))
     assert len(copies) == 4  # the base, and what each adapter makes of it
+
+
+@pytest.mark.parametrize("hash_kind", [None, "crc32c"])
+def test_adapters_on_a_base_in_a_store_read_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hash_kind: HashKind | None
+):
+    monkeypatch.setattr("pools.weights.content.SETTLED_SECONDS", -1e9)
+    base = write_base(tmp_path / "base")
+    adapters = [write_adapter(tmp_path / f"checkpoint-{step}", base, lora_alpha=step + 1) for step in range(5)]
+    with folder_store(tmp_path / "reads") as store, Staging(tmp_path / "staged", max_bytes=10**8) as staging:
+        store.hash_kind = hash_kind
+        for adapter in adapters:
+            uri = with_options(str(adapter), base=f"store:/{base}")
+            staging.stage(uri, digest_model_folder(inspect_checkpoint(uri))).release()
+        read_bytes = sum(end - start for start, end in store.ranges("model.safetensors") if start or end > 2**10)
+    size = (base / "model.safetensors").stat().st_size
+    assert read_bytes <= size * (1 if hash_kind else 2)  # for its digest, and for its copy
+
+
+def test_adapters_on_a_base_in_a_folder_hash_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pools.weights.content.SETTLED_SECONDS", -1e9)
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    settings.cache_clear()
+    base = write_base(tmp_path / "base", shapes={**SHAPES, "model.norm.weight": (2**22,)})
+    adapters = [str(write_adapter(tmp_path / f"checkpoint-{step}", base, lora_alpha=step + 1)) for step in range(5)]
+    size, before = (base / "model.safetensors").stat().st_size, bytes_read()
+    digests = [digest_model_folder(inspect_checkpoint(adapter)) for adapter in adapters]
+    planned = bytes_read()
+    with Staging(tmp_path / "staged", max_bytes=10**9) as staging:
+        for adapter, each in zip(adapters, digests, strict=True):
+            staging.stage(adapter, each).release()
+    settings.cache_clear()
+    assert planned - before < 1.1 * size  # for its digest
+    assert bytes_read() - planned < 5 * 1.1 * size  # to be merged
+
+
+def bytes_read() -> int:
+    """Returns the bytes that this process has read from files, cached or not."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_adapter_on_a_base_on_the_hub_is_merged_with_the_revision_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    bases = [write_base(tmp_path / f"base-{seed}", seed=seed) for seed in range(2)]
+    main, named = ({path.name: path.read_bytes() for path in base.iterdir()} for base in bases)
+    adapter = write_adapter(tmp_path / "run" / "checkpoint-1", "acme/base", revision="step100")
+    nearby = write_adapter(tmp_path / "run" / "checkpoint-2", bases[1])
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    settings.cache_clear()
+    with running_hub({}, {"models/acme/base": {"main": main, "step100": named}}) as hub:
+        use_hub(hub, monkeypatch, home=tmp_path / "hf")
+        on_hub = made(adapter, tmp_path / "staged")
+    settings.cache_clear()
+    on_disk = made(nearby, tmp_path / "staged")
+    assert all((on_hub[name] == on_disk[name]).all() for name in on_disk)
+
+
+def test_two_merges_at_once_leave_nothing_changed_in_the_process(tmp_path: Path):
+    base = write_base(tmp_path / "base")
+    adapters = [write_adapter(tmp_path / f"checkpoint-{step}", base, lora_alpha=step + 1) for step in range(2)]
+    before = state_of_process()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda adapter: made(adapter, tmp_path / f"staged-{adapter.name}"), adapters))
+    assert state_of_process() == before
+
+
+def state_of_process() -> tuple[object, ...]:
+    """Returns what numpy, its BLAS and the environment are set to, in this process."""
+    libraries = (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas64*")
+    counts = [ctypes.CDLL(str(library)).scipy_openblas_get_num_threads64_() for library in libraries]
+    return counts, np.geterr(), dict(os.environ), Path.cwd()
 
 
 def test_run_of_adapters_is_listed_with_digests_that_follow_their_base(tmp_path: Path):
