@@ -53,7 +53,7 @@ class KnownFiles:
         self._folders: dict[str, list[FileInfo]] = defaultdict(list)
         self.others: dict[str, list[FileInfo]] = {}
         for file in files:
-            self._folders[storage.parent(file.uri)[self._start :]].append(file)
+            self._folders[file.uri.rpartition("/")[0][self._start :]].append(file)
 
     def __call__(self, folder: str, /, *, within: str | None = None) -> Sequence[FileInfo]:
         place = storage.absolute(folder).rstrip("/")

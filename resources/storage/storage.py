@@ -79,7 +79,7 @@ def join(uri: str, *parts: str) -> str:
 
 def basename(uri: str) -> str:
     """Returns the last component of a location."""
-    return posixpath.basename(uri.rstrip("/"))
+    return uri.rstrip("/").rpartition("/")[2]
 
 
 def parent(uri: str) -> str:

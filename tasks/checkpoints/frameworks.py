@@ -134,7 +134,7 @@ def training_states(folders: Folders) -> list[TrainingState]:
     """Returns the checkpoints of torch.distributed.checkpoint and of Megatron in a listing, complete or not."""
     parts: dict[str, list[str]] = {}
     for folder, files in folders.items():
-        if any(file.uri.endswith((_SHARD, _LEGACY)) or is_foreign(storage.basename(file.uri)) for file in files):
+        if any(file.uri.endswith((_SHARD, _LEGACY)) or is_foreign(file.uri.rpartition("/")[2]) for file in files):
             parts.setdefault(_root(folder, folders), []).append(folder)
     return [
         _state(root, [file for part in {root, *shards} for file in folders.get(part, ())])
