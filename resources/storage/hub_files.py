@@ -20,16 +20,16 @@ from typing import Any
 import httpx2
 import orjson
 from cachetools import LRUCache, cached
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.spec import AbstractFileSystem
 from huggingface_hub import HfApi, constants, errors, get_token, hf_hub_url
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
 from resources.errors import BadInput, StorageError, suggestion
 from resources.settings import settings
-from resources.storage.files import remove_oldest, written_aside
+from resources.storage import storage
+from resources.storage.files import remove_oldest
 from resources.storage.hub import MAIN, PROTOCOL, Place, hasher_of, place_of
+from resources.storage.read_only import ReadOnlyFiles
 from resources.storage.regular_files import read_cached
 
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -37,6 +37,7 @@ _HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _SMALL_BYTES = 2**25
 _JUST_SECONDS = 2.0  # in which each of a run's checkpoints is listed by itself
 _FIRST_ANSWER = httpx2.Timeout(10.0, connect=3.0)  # seconds; a mistyped path is asked about, too
+_BROKEN_OFF = (httpx2.ReadError, httpx2.RemoteProtocolError)  # tried again, unlike a hub that is out of reach
 _KEPT_TREES, _KEPT_BYTES, _UNTRIMMED = 2**14, 2**26, 64  # on disk
 
 Tree = dict[str, dict[str, Any]]
@@ -47,7 +48,7 @@ _contents: LRUCache[str, bytes] = LRUCache(2**27, getsizeof=len)  # of small fil
 _written = count()
 
 
-class HubFiles(AbstractFileSystem):
+class HubFiles(ReadOnlyFiles):
     """Read access to repositories of the hub; `invalidate_cache` makes the next call ask for the commits again."""
 
     protocol = PROTOCOL
@@ -98,7 +99,7 @@ class HubFiles(AbstractFileSystem):
             return b""
         if _offline():
             kept = _snapshot(place.repository, commit) / place.path
-            return bytes(LocalFileSystem().cat_file(str(kept), first, last))  # pyright: ignore[reportArgumentType]
+            return storage.read_bytes(str(kept), start=first, end=last)
         if last - first == size <= _SMALL_BYTES and listed["content_id"]:
             return _small_file(place, commit, listed["content_id"], size)
         return _downloaded(place, commit, first, last)
@@ -140,7 +141,7 @@ def _asked(repository: str) -> tuple[float, dict[str, str]]:
         with _reported(repository, MAIN):  # as HfApi.list_repo_refs, which gives up at the first 429
             answer = http_backoff(
                 "GET", f"{_endpoint()}/api/models/{repository}/refs", headers=build_hf_headers(),
-                timeout=_FIRST_ANSWER, max_retries=3, base_wait_time=0.2, retry_on_exceptions=httpx2.NetworkError,
+                timeout=_FIRST_ANSWER, max_retries=3, base_wait_time=0.2, retry_on_exceptions=_BROKEN_OFF,
             )  # fmt: skip
             hf_raise_for_status(answer)
         listed = answer.json()
@@ -165,8 +166,8 @@ def _tree(repository: str, commit: str) -> Tree:
         for entry in entries
         if isinstance(entry, RepoFile) and not {"", ".", ".."} & set(str(entry.path).split("/"))
     }
-    with suppress(OSError), written_aside(memory, orjson.dumps(tree), mode=0o644) as written:
-        written.replace(memory)
+    with suppress(OSError, StorageError):
+        storage.write_bytes(str(memory), orjson.dumps(tree))
         if next(_written) % _UNTRIMMED == 0:
             remove_oldest(memory.parent, most_files=_KEPT_TREES, most_bytes=_KEPT_BYTES)
     return tree
@@ -218,7 +219,7 @@ def _offline() -> bool:
 def _not_kept(repository: str, revision: str) -> BadInput:
     return BadInput(
         expected=f"a folder {repository}, or {repository}@{revision} in the hub's cache: offline, the hub is not asked",
-        found=f"no such folder, and nothing of it in {_cache(repository)}",
+        found=f"no such folder here, and nothing of it in {_cache(repository)}",
         remedy=f"check the path, or unset HF_HUB_OFFLINE; or first: hf download {repository} --revision {revision}",
     )
 
@@ -253,6 +254,6 @@ def _reported(repository: str, revision: str, refs: Iterable[str] = ()) -> Itera
         remedies = {401: token, 403: token, 429: "wait some minutes and run again; with HF_TOKEN the hub allows more"}
         raise StorageError(
             expected=f"a folder {repository}, or an answer of the hub about {repository}@{revision}",
-            found=f"no such folder, and {reason}",
+            found=f"no such folder here, and {reason}",
             remedy=remedies.get(status or 0, unreachable),
         ) from None

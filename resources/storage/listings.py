@@ -177,7 +177,7 @@ def is_marker(name: str) -> bool:
 
 
 def files_of_walk(uri: str, folders: Iterable[tuple[str, Sequence[LocalFile]]]) -> list[FileInfo]:
-    """Returns the files of a walk, with locations below `uri`; the first walked folder is `uri` itself."""
+    """Returns the files of a walk in order of their locations, which are below `uri`: the first walked folder."""
     files, start, root = [], None, uri.rstrip("/")
     for folder, held in folders:
         if start is None:
@@ -187,7 +187,7 @@ def files_of_walk(uri: str, folders: Iterable[tuple[str, Sequence[LocalFile]]]) 
             FileInfo(f"{prefix}/{name}", size, modified, None, regular=regular, changed=changed, link=link)
             for name, size, modified, _, changed, regular, link in held
         ]
-    return files
+    return sorted(files, key=lambda file: file.uri)
 
 
 def files_of_bucket(uri: str, objects: Sequence[dict[str, Any]]) -> list[FileInfo]:

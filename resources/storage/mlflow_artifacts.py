@@ -15,10 +15,9 @@ from functools import lru_cache
 from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
-from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
-
 from resources.errors import BadInput, StorageError
 from resources.settings import mlflow_tracking_uri, set_process_environment_defaults
+from resources.storage.read_only import ReadOnlyFiles
 
 PROTOCOL = "mlflow-artifacts"
 _VARIABLE = "MLFLOW_TRACKING_URI"
@@ -129,7 +128,7 @@ def _missing(uri: str, problem: str, remedy: str = f"check the name, and {_VARIA
     raise BadInput(expected=f"{uri} to be there", found=problem, remedy=remedy) from None
 
 
-class MlflowArtifacts(AbstractFileSystem):
+class MlflowArtifacts(ReadOnlyFiles):
     """Read access to artifacts behind an MLflow server, as `mlflow-artifacts://server:port/path`."""
 
     protocol = PROTOCOL
@@ -172,11 +171,6 @@ class MlflowArtifacts(AbstractFileSystem):
         else:
             stream.close()
         return b"".join(blocks)
-
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> AbstractBufferedFile:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if mode != "rb":
-            raise OSError(f"{PROTOCOL}://{path} can be read only")
-        return _ArtifactFile(self, path, size=self.info(path)["size"], **options)
 
     def _listed(self, path: str) -> list[dict[str, Any]]:
         _, _, folder = path.partition("/")
@@ -243,8 +237,3 @@ class MlflowArtifacts(AbstractFileSystem):
                 replaced.append(self._streams.popitem(last=False)[1])
         for former in filter(None, replaced):
             former.close()
-
-
-class _ArtifactFile(AbstractBufferedFile):
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        return self.fs.cat_file(self.path, start=start, end=end)

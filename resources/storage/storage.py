@@ -255,9 +255,7 @@ def list_files(uri: str, *, within: str | None = None) -> list[FileInfo]:
     with reported(uri, "list"):
         try:
             if isinstance(filesystem, LocalFileSystem) and Path(path).is_dir():
-                return sorted(
-                    listings.files_of_walk(uri, listings.walk(path, within=within)), key=lambda file: file.uri
-                )
+                return listings.files_of_walk(uri, listings.walk(path, within=within))
             objects = listings.bucket_objects(filesystem, path)
             if objects is not None:
                 return listings.files_of_bucket(uri, objects)
@@ -279,7 +277,7 @@ def list_folder(uri: str, *, within: str | None = None) -> list[FileInfo]:
         try:
             if isinstance(filesystem, LocalFileSystem):
                 held = next(listings.walk(path, within=within), None) if Path(path).is_dir() else None
-                return sorted(listings.files_of_walk(uri, [held] if held else []), key=lambda file: file.uri)
+                return listings.files_of_walk(uri, [held] if held else [])
             entries = filesystem.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []

@@ -103,6 +103,12 @@ def test_a_range_is_read_from_the_other_host_without_the_token(hub: FakeHub, mon
         storage.read_bytes("hf://acme/llama/not-there.json")
 
 
+def test_a_repository_is_for_reading_only(hub: FakeHub):
+    for write in (storage.write_bytes, storage.create_bytes):
+        with pytest.raises(StorageError, match="can be read only"):
+            write("hf://acme/llama/new.json", b"{}")
+
+
 def test_a_run_is_listed_from_its_branches_with_a_request_each_and_then_from_their_commits_alone(hub: FakeHub):
     uris = [file.uri for file in storage.list_run("hf://acme/llama", belongs=lambda name: name.startswith("step"))]
     assert "hf://acme/llama@step100/model.safetensors" in uris and "hf://acme/llama/model.safetensors" in uris
