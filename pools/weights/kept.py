@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -54,6 +55,13 @@ def keeps_removed_files(folder: Path) -> bool:
     return False
 
 
+@dataclass(eq=False)
+class _Wanted:
+    users: set[str] = field(default_factory=set)
+    held: ExitStack = field(default_factory=ExitStack)
+    size_bytes: int = 0
+
+
 class Keeper:
     """Keeps checkpoints until nothing wants them, or the end of the `with` block.
 
@@ -66,11 +74,8 @@ class Keeper:
     ) -> None:
         self._on_unprotected = on_unprotected
         self._by_opening = by_opening
-        self._wanted_by: dict[str, set[str]] = {}
-        self._held: dict[str, Callable[[], None]] = {}
-        self._sizes: dict[str, int] = {}
+        self._wanted: dict[str, _Wanted] = {}
         self._changing = threading.RLock()
-        self._closed = threading.Event()
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="keep")
 
     def __enter__(self) -> Keeper:
@@ -78,10 +83,9 @@ class Keeper:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed.set()
+        for user in {user for wanted in self._wanted.values() for user in wanted.users}:
+            self.release(user)
         self._copying.shutdown(cancel_futures=True)
-        for let_go in self._held.values():
-            let_go()
 
     def keep(self, folder: ModelFolder, digests: ModelDigests, *, wanted_by: str) -> None:
         """Keeps the local files of a complete checkpoint until the release of all users with the names `wanted_by`."""
@@ -89,67 +93,56 @@ class Keeper:
             return
         key = _key(places, digests)
         with self._changing:
-            known = key in self._wanted_by
-            self._wanted_by.setdefault(key, set()).add(wanted_by)
+            wanted = self._wanted.setdefault(key, _Wanted())
+            known = bool(wanted.users)
+            wanted.users.add(wanted_by)
         if known:
             return
         files = _files_of(folder, places)
-        if all(map(self._by_opening, {path.parent for path in files.values()})):
-            self._hold(key, files, Path(places[0]), _opened)
-        else:
-            with suppress(OSError):
-                if time.time() - max(folder.modified, Path(places[0]).parent.stat().st_mtime) < _TRAINING_SECONDS:
-                    _staging_folder().mkdir(parents=True, exist_ok=True)
-                    self._copying.submit(self._hold, key, files, _staging_folder(), partial(self._copied, key))
+        with suppress(OSError):  # it is being removed
+            if all(map(self._by_opening, {path.parent for path in files.values()})):
+                self._hold(key, wanted, files, Path(places[0]), _opened)
+            elif time.time() - max(folder.modified, Path(places[0]).parent.stat().st_mtime) < _TRAINING_SECONDS:
+                _staging_folder().mkdir(parents=True, exist_ok=True)
+                self._copying.submit(self._hold, key, wanted, files, _staging_folder(), partial(_copied, wanted))
 
     def release(self, user: str) -> None:
         """Ends the interest of a user, for example after its record is written."""
         with self._changing:
-            for key, users in list(self._wanted_by.items()):
-                users.discard(user)
-                if not users:
-                    del self._wanted_by[key]
-                    self._sizes.pop(key, None)
-                    self._held.pop(key, _nothing)()
+            for key, wanted in list(self._wanted.items()):
+                wanted.users.discard(user)
+                if not wanted.users:
+                    del self._wanted[key]
+                    wanted.held.close()
 
-    def _hold(self, key: str, files: Mapping[str, Path], disk: Path, opened: Callable[[Path], IO[bytes]]) -> None:
+    def _hold(
+        self, key: str, wanted: _Wanted, files: Mapping[str, Path], disk: Path, opened: Callable[[Path], IO[bytes]]
+    ) -> None:
         try:
-            self._reserve(key, disk, sum(path.stat().st_size for path in files.values()))
-            _, let_go = _held_in_a_folder(key, {name: partial(opened, path) for name, path in files.items()})
+            self._reserve(wanted, disk, sum(path.stat().st_size for path in files.values()))
+            with ExitStack() as held:
+                held.enter_context(_linked_from_a_folder(key, {name: partial(opened, files[name]) for name in files}))
+                with self._changing:
+                    if wanted.users:
+                        wanted.held.enter_context(held.pop_all())
         except CopyStopped:
             return
         except (OSError, AssayError) as error:
-            self._sizes.pop(key, None)
+            wanted.size_bytes = 0
             self._on_unprotected(error.found if isinstance(error, AssayError) else str(error))
             self._on_unprotected = str
-            return
-        with self._changing:
-            wanted = key in self._wanted_by
-            (self._held.pop(key, _nothing) if wanted else let_go)()
-            if wanted:
-                self._held[key] = let_go
 
-    def _copied(self, key: str, source: Path) -> IO[bytes]:
-        copy = tempfile.TemporaryFile(dir=_staging_folder())  # noqa: SIM115 - the caller closes it
-        with _opened(source) as read:
-            while block := read.read(_BLOCK_BYTES):
-                if self._closed.is_set() or key not in self._wanted_by:
-                    raise CopyStopped
-                copy.write(block)
-        copy.flush()
-        return copy
-
-    def _reserve(self, key: str, disk: Path, size_bytes: int) -> None:
+    def _reserve(self, wanted: _Wanted, disk: Path, size_bytes: int) -> None:
         with self._changing:
             bound = min(settings().staging_max_bytes, shutil.disk_usage(disk).free // 2)
-            kept_bytes = sum(self._sizes.values())
+            kept_bytes = sum(each.size_bytes for each in self._wanted.values())
             if kept_bytes + size_bytes > bound:
                 raise StorageError(
                     expected=f"room for {size_text(size_bytes)} more of kept checkpoints on the disk of {disk}",
                     found=f"{size_text(kept_bytes)} kept, a bound of {size_text(bound)}, at most half of the free disk",
                     remedy="free the disk, raise ASSAY_STAGING_MAX_BYTES, or evaluate fewer checkpoints at a time",
                 )
-            self._sizes[key] = size_bytes
+            wanted.size_bytes = size_bytes
 
 
 _keeper: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
@@ -181,24 +174,28 @@ def release(user: str) -> None:
         keeper.release(user)
 
 
-def hold_kept(uri: str, digests: ModelDigests) -> tuple[str, Callable[[], None]]:
-    """Returns a location with kept files in place of a checkpoint's own, and the function that releases them.
+@contextmanager
+def kept_location(uri: str, digests: ModelDigests) -> Iterator[str]:
+    """Yields a location with kept files in place of a checkpoint's own; the location itself if they are not kept.
 
-    This process has its own hold of them, after the release of others too. Returns the location itself if they are not
-    kept. The digests are those of the plan.
+    In the block this process has its own hold of them, after the release of others too. The digests are those of the
+    plan.
     """
     places = _places(uri)
     key = _key(places, digests)
-    for held in sorted(_staging_folder().glob(f"{key}.*")) if places else ():
-        with suppress(OSError):  # released just now, or left by a process that was killed
-            links = [path for path in held.rglob("*") if path.is_symlink()]
-            files = {str(link.relative_to(held)): partial(_opened, Path(real_path(link))) for link in links}
-            folder, let_go = _held_in_a_folder(key, files)
-            return _kept_name(uri, {place: str(folder / str(number)) for number, place in enumerate(places)}), let_go
-    return uri, _nothing
+    with ExitStack() as own:
+        for held in sorted(_staging_folder().glob(f"{key}.*")) if places else ():
+            with suppress(OSError):  # released just now, or left by a process that was killed
+                links = [path for path in held.rglob("*") if path.is_symlink()]
+                files = {str(link.relative_to(held)): partial(_opened, Path(real_path(link))) for link in links}
+                folder = own.enter_context(_linked_from_a_folder(key, files))
+                uri = _kept_name(uri, {place: str(folder / str(number)) for number, place in enumerate(places)})
+                break
+        yield uri
 
 
-def _held_in_a_folder(key: str, files: Mapping[str, Callable[[], IO[bytes]]]) -> tuple[Path, Callable[[], None]]:
+@contextmanager
+def _linked_from_a_folder(key: str, files: Mapping[str, Callable[[], IO[bytes]]]) -> Iterator[Path]:
     with ExitStack() as held:
         _staging_folder().mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=".", dir=_staging_folder()))
@@ -211,7 +208,7 @@ def _held_in_a_folder(key: str, files: Mapping[str, Callable[[], IO[bytes]]]) ->
             (made / name).symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
         folder = made.rename(made.with_name(f"{key}{made.name}"))
         held.callback(shutil.rmtree, folder, ignore_errors=True)
-        return folder, held.pop_all().close
+        yield folder
 
 
 def _clear_left_over() -> None:
@@ -228,9 +225,21 @@ def _opened(path: Path) -> IO[bytes]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     file = open_within(path)
     try:  # smaller numbers are left to all others, and to select()
-        return os.fdopen(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, min(1024, soft // 2) if soft >= 0 else 1024), "rb")
+        lowest = min(1024, soft // 2) if soft >= 0 else 1024
+        return os.fdopen(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, lowest), "rb", buffering=0)
     finally:
         os.close(file)
+
+
+def _copied(wanted: _Wanted, source: Path) -> IO[bytes]:
+    copy = tempfile.TemporaryFile(dir=_staging_folder())  # noqa: SIM115 - the caller closes it
+    with _opened(source) as read:
+        while block := read.read(_BLOCK_BYTES):
+            if not wanted.users:
+                raise CopyStopped
+            copy.write(block)
+    copy.flush()
+    return copy
 
 
 def _kept_name(uri: str, kept: Mapping[str, str]) -> str:
@@ -246,9 +255,6 @@ def _kept_name(uri: str, kept: Mapping[str, str]) -> str:
 
 def _instead(kept: Mapping[str, str], location: str) -> str:
     return kept.get(storage.resolved(location), location)
-
-
-def _nothing() -> None: ...
 
 
 def _places(uri: str) -> list[str]:

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from pools.weights.checkpoint_copy import (
     verify_small_files,
 )
 from pools.weights.content import file_identity
-from pools.weights.kept import hold_kept
+from pools.weights.kept import kept_location
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.making import Making, make_checkpoint, python_with_torch
 from pools.weights.merges import merge_of
@@ -125,23 +125,16 @@ class Staging:
         engine reads are made into safetensors. Kept files replace those of a local checkpoint; see `kept`. If another
         thread or process is copying already, waits for it. `digests` are those of the plan.
         """
-        kept, release_kept = hold_kept(uri, digests)
-        try:
-            staged = self._stage(kept, digests, on_progress)
-        except CheckpointError:
-            release_kept()
-            if kept == uri:
-                raise
-            staged = self._stage(uri, digests, on_progress)
-        except BaseException:
-            release_kept()
-            raise
-
-        def release() -> None:
-            staged.release()
-            release_kept()
-
-        return replace(staged, release=release)
+        with ExitStack() as held:
+            kept = held.enter_context(kept_location(uri, digests))
+            try:
+                staged = self._stage(kept, digests, on_progress)
+            except CheckpointError:
+                if kept == uri:
+                    raise
+                staged = self._stage(uri, digests, on_progress)
+            held.callback(staged.release)
+            return replace(staged, release=held.pop_all().close)
 
     def _stage(self, uri: str, digests: ModelDigests, on_progress: Progress | None) -> StagedFolder:
         try:
@@ -192,11 +185,8 @@ class Staging:
 
         It is shared by all checkpoints with the same files, and never evicted; a damaged copy is copied again.
         """
-        kept, release_kept = hold_kept(uri, digests)
-        try:
+        with kept_location(uri, digests) as kept:
             return self._stage_small_files(kept, digests)
-        finally:
-            release_kept()
 
     def _stage_small_files(self, uri: str, digests: ModelDigests) -> Path:
         merge, small = merge_of(uri), self._copies.folder / "small"

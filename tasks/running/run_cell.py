@@ -17,7 +17,7 @@ from prefect.runtime import flow_run
 
 from pools.endpoint import LocalCheckpoint, RunningModel
 from pools.weights.checkpoint_copy import require_planned
-from pools.weights.kept import hold_kept
+from pools.weights.kept import kept_location
 from pools.weights.layouts import inspect_again
 from pools.weights.merges import with_each_location
 from pools.weights.model_files import digest_model_folder
@@ -194,13 +194,9 @@ def _require_planned(cell: Cell) -> None:
             remedy="let nothing write there while they are evaluated, and run again: this makes a new plan",
         )
     if cell.config.native:  # pools check the files that they serve
-        uri, let_go = hold_kept(cell.folder.uri, cell.digests)
-        try:
-            require_planned(
-                cell.folder.uri, digest_model_folder(inspect_again(replace(cell.folder, uri=uri))), cell.digests
-            )
-        finally:
-            let_go()
+        with kept_location(cell.folder.uri, cell.digests) as uri:
+            now = digest_model_folder(inspect_again(replace(cell.folder, uri=uri)))
+            require_planned(cell.folder.uri, now, cell.digests)
 
 
 def _job_name(cell: Cell, harness: Harness) -> str:

@@ -18,7 +18,7 @@ from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from pools.engine.launch import staging
 from pools.weights.content import content_digest, file_identity, hash_of
-from pools.weights.kept import Keeper, hold_kept, keeps_removed_files
+from pools.weights.kept import Keeper, keeps_removed_files, kept_location
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.merges import Merge
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder, inspect_model_folder
@@ -60,9 +60,8 @@ def held() -> list[str]:
 
 
 def is_kept(folder: ModelFolder, digests: ModelDigests) -> bool:
-    uri, let_go = hold_kept(folder.uri, digests)
-    let_go()
-    return uri != folder.uri
+    with kept_location(folder.uri, digests) as uri:
+        return uri != folder.uri
 
 
 def staged_weights(uri: str, digests: ModelDigests) -> bytes:
@@ -228,8 +227,7 @@ def test_digest_of_a_kept_checkpoint_is_not_computed_again(tmp_path: Path) -> No
 
     with keeper() as keeping:
         keeping.keep(folder, digests, wanted_by="a")
-        kept, let_go = hold_kept(folder.uri, digests)
-        assert kept != folder.uri
-        assert digest_in(folder.uri) == digest_in(kept) == b"as it was computed"
-        let_go()
+        with kept_location(folder.uri, digests) as kept:
+            assert kept != folder.uri
+            assert digest_in(folder.uri) == digest_in(kept) == b"as it was computed"
     assert digest_in(folder.uri) == b"as it was computed"

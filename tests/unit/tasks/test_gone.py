@@ -18,7 +18,7 @@ from fakes.models import write_run
 from fakes.policies import record_for, write_policy
 from fakes.records import cell_of, make_record, publish
 from flows.reconcile import load_policy
-from pools.weights.kept import hold_kept, keeping, release
+from pools.weights.kept import keeping, kept_location, release
 from resources.errors import CheckpointGone
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.discovery import find_checkpoints
@@ -78,9 +78,8 @@ def test_planned_checkpoints_of_open_cells_are_kept_unless_that_is_refused(
 
 
 def is_kept(cell: Cell) -> bool:
-    uri, let_go = hold_kept(cell.folder.uri, cell.digests)
-    let_go()
-    return uri != cell.folder.uri
+    with kept_location(cell.folder.uri, cell.digests) as uri:
+        return uri != cell.folder.uri
 
 
 @pytest.mark.parametrize(("policy", "suite"), [({"protect": False}, {}), ({}, {"protect": False})])
