@@ -265,19 +265,13 @@ class DryRun(Plan):
 def plan_of(request: Request) -> DryRun:
     """Plans an evaluation like its flow, with the same errors."""
     made = plan(request)
-    needed = [each for config in request.configs if (each := _resources_of(config)) is not None]
+    needed = [config.resources for config in request.configs if config.starts_jobs]
     machines = [_asked(each, current_client()) for place, each in enumerate(needed) if each not in needed[:place]]
     return DryRun(made.cells, made.expected, machines=tuple(machines))
 
 
 def _described(cell: Cell) -> str:
     return f"{cell.title}: {', '.join(task.metric_key for task in cell.config.evals)}"
-
-
-def _resources_of(config: EvaluationConfig) -> ResourceConfig | None:
-    if config.native:
-        return config.resource_config or ResourceConfig()
-    return config.pool_config.resource_config if config.pool_name is None and config.pool_config else None
 
 
 def _asked(resources: ResourceConfig, client: Client) -> Asked:

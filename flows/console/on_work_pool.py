@@ -25,7 +25,6 @@ from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.checkpoints.run_snapshot import listing_of
 from tasks.errors import EvaluationInterrupted
-from tasks.policies.batches import resources_of
 from tasks.policies.dispatch import send_run, source_of, states_of
 from tasks.prefect_server.client import prefect_client, require_server
 from tasks.prefect_server.flow_runs import noted_error
@@ -83,7 +82,7 @@ def plan_elsewhere(
     checkpoints = discover.fn(first.model_path, selection, **layouts_for(configs))
     regions = known_regions()
     choice = choose_work_pool(
-        resources_of(first),
+        first.resources,
         regions=regions,
         states=states_of(regions),
         source=source_of(

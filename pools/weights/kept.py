@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import resource
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import IO
 
@@ -50,8 +52,9 @@ def keeps_removed_files(folder: Path) -> bool:
     """Returns True if a folder is on a file system that keeps removed files while they are open, and hides them."""
     with suppress(OSError, ValueError):
         mounts = [line.split()[1:3] for line in reversed(Path("/proc/self/mounts").read_text().splitlines())]
-        around = [(at.encode().decode("unicode_escape"), kind) for at, kind in mounts]
-        return max((len(at), kind) for at, kind in around if folder.is_relative_to(at))[1] in _KEEPING
+        named = [(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), at), kind) for at, kind in mounts]
+        around = [(len(at), kind) for at, kind in named if folder.is_relative_to(at)]
+        return max(around, key=itemgetter(0))[1] in _KEEPING  # of two at the same place the later covers the earlier
     return False
 
 

@@ -13,7 +13,6 @@ from resources.errors import AssayError, NoUsableWorkPool
 from resources.regions.region_table import Regions
 from resources.regions.work_pools import Source, WorkPoolChoice, WorkPoolState, choose_work_pool
 from tasks.policies.reconciliation import OpenCell
-from tasks.spec.evaluation import EvaluationConfig
 
 MOST_CELLS_IN_A_RUN = 500
 """Bound due to their names, a parameter of the flow run, which Prefect limits to 512 kB."""
@@ -55,22 +54,15 @@ def served_together(work: Iterable[OpenCell]) -> list[list[OpenCell]]:
     return list(groups.values())
 
 
-def resources_of(config: EvaluationConfig) -> ResourceConfig:
-    """Returns the resources that an evaluation's flow run needs on its machine."""
-    if not config.native and config.pool_config is not None:
-        return config.pool_config.resource_config
-    return config.resource_config or ResourceConfig()
-
-
 def batches_of(work: Iterable[OpenCell]) -> list[Batch]:
     """Splits work into groups that are served together on the same resources, of MOST_CELLS_IN_A_RUN cells at most."""
     batches: list[Batch] = []
     for group in served_together(work):
         alike: dict[str, list[OpenCell]] = {}
         for cell in group:
-            alike.setdefault(resources_of(cell.evaluation.config).model_dump_json(), []).append(cell)
+            alike.setdefault(cell.evaluation.config.resources.model_dump_json(), []).append(cell)
         for cells in alike.values():
-            needed = resources_of(cells[0].evaluation.config)
+            needed = cells[0].evaluation.config.resources
             for start in range(0, len(cells), MOST_CELLS_IN_A_RUN):
                 batches.append(Batch(cells[start : start + MOST_CELLS_IN_A_RUN], needed))
     return batches

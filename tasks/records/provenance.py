@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from resources.config import ResourceConfig
 from resources.settings import settings
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -62,7 +61,7 @@ def hardware(config: EvaluationConfig) -> dict[str, Any]:
     """Returns the requested device, the number of replicas, and the machine of the flow."""
     machine = {"system": platform.platform(), "machine": platform.machine()}
     if config.native:
-        resources = config.resource_config or ResourceConfig()
+        resources = config.resources
         return {"device": resources.device.model_dump(), "replicas": 1, "cpu": resources.cpu, **machine}
     pool = config.pool_config
     if pool is None:

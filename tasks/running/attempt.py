@@ -39,17 +39,11 @@ from tasks.running.warm import Harness
 from tasks.spec.evaluation import EvaluationConfig
 
 
-class Interruption:
+class Interruption(threading.Event):
     """The signal that ends a run; its cells poll it."""
 
-    def __init__(self) -> None:
-        self._interrupted = threading.Event()
-
-    def interrupt(self) -> None:
-        self._interrupted.set()
-
     def raise_if_interrupted(self) -> None:
-        if self._interrupted.is_set():
+        if self.is_set():
             raise EvaluationInterrupted(
                 expected="the run to go on until the cell has its record",
                 found="the run was interrupted",
@@ -65,7 +59,7 @@ class RunResources:
     serving: Serving | None = None
     native_jobs: NativeJobs = field(default_factory=NativeJobs)
     interruption: Interruption = field(default_factory=Interruption)
-    claimed: ClaimedCells | None = None
+    claimed: ClaimedCells = field(default_factory=lambda: ClaimedCells((), wait=False))
     """Claims of the cells: cells lost to another run are not published."""
     cells: int = 1
     """Number of the cells."""
@@ -98,16 +92,10 @@ class Attempt:
 
     def raise_if_ended(self) -> None:
         """Raises if the run was interrupted, if its claim is known to be lost, or if the endpoint does not answer."""
-        if self.run.claimed is not None:
-            self.run.claimed.raise_if_lost(self.planned)
+        self.run.claimed.raise_if_lost(self.planned)
         self.run.interruption.raise_if_interrupted()
         if self.opened is not None:
             self.opened.check()
-
-    def prove_claim(self) -> None:
-        """Raises ClaimLost unless this run holds the cell now; called before anything is published."""
-        if self.run.claimed is not None:
-            self.run.claimed.prove(self.planned)
 
     def report_progress(self, progress: Progress) -> None:
         counts = self.opened.counts() if self.opened else {}

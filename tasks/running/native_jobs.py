@@ -62,7 +62,7 @@ class _Queued:
 
     @property
     def resources(self) -> ResourceConfig:
-        return (self.evaluation.config.resource_config or ResourceConfig()).model_copy(update={"replicas": 1})
+        return self.evaluation.config.resources.model_copy(update={"replicas": 1})
 
     @property
     def kind(self) -> tuple[NativeProgram, ResourceConfig]:

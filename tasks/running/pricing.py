@@ -16,9 +16,8 @@ from tasks.spec.evaluators import JudgedOptions, JudgeEndpoint
 
 def resources_of_replica(config: EvaluationConfig) -> ResourceConfig | None:
     """Returns the resources of a single replica of an evaluation; None without a pool configuration."""
-    if config.native:
-        return (config.resource_config or ResourceConfig()).model_copy(update={"replicas": 1})
-    return config.pool_config.resource_config.model_copy(update={"replicas": 1}) if config.pool_config else None
+    known = config.native or config.pool_config is not None
+    return config.resources.model_copy(update={"replicas": 1}) if known else None
 
 
 def tariff_of_cell(config: EvaluationConfig) -> Tariff:

@@ -40,10 +40,8 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
     served = [config for config in configs if not config.native]
     uris = [location for checkpoint in checkpoints for location in checkpoint.locations]
     for config in configs:
-        if config.native:
-            require_near(config.resource_config or ResourceConfig(), uris)
-        elif config.pool_config is not None and config.pool_name is None:
-            require_near(config.pool_config.resource_config, uris)
+        if config.starts_jobs:
+            require_near(config.resources, uris)
     prepare_environments(configs)
     if not served:
         yield None

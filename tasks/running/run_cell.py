@@ -96,7 +96,7 @@ def run_cell(
     done = partial(CellDone, attempt.cell.title, position, run.cells)
     if attempt.failure is None and attempt.parsed is not None and attempt.parsed.early:
         try:
-            attempt.prove_claim()
+            attempt.run.claimed.prove(attempt.planned)
             write_early(attempt.cell.uri, early_verdict(attempt))
         finally:
             _close(attempt, finished=False)  # the remaining requests may be sent later
@@ -284,7 +284,7 @@ def _write(attempt: Attempt) -> Record:
 
 def _prove_and_write(attempt: Attempt) -> Record:
     record = attempt.record()
-    attempt.prove_claim()
+    attempt.run.claimed.prove(attempt.planned)
     with attempt.timed("record"):
         return write_record(attempt.cell.uri, record)
 

@@ -59,7 +59,7 @@ def schedule_cells(
     *,
     arriving: Iterable[Cell] | None = None,
     configs: Sequence[EvaluationConfig] | None = None,
-    claimed: ClaimedCells | None = None,
+    claimed: ClaimedCells,
 ) -> None:
     """Runs cells in order, as many at once as `serving` can use; each publishes its own record.
 
@@ -94,7 +94,7 @@ def schedule_cells(
                     pass  # checkpoints are requested in order, though evaluated in parallel
             unrecorded = [future.result() for future in running]
         except BaseException:  # a signal, or Prefect itself: end started cells, start no more
-            interruption.interrupt()
+            interruption.set()
             for executor in (threads, native_threads):
                 executor.shutdown(wait=False, cancel_futures=True)
             wait([future for future in running if not future.cancelled()], timeout=_INTERRUPTED_SECONDS)
@@ -114,8 +114,7 @@ def _run_and_release(cell: Cell, run: RunResources, position: int, on_open: Call
     finally:
         run.native_jobs.forget(position)
         release(cell.uri)
-    if run.claimed is not None:
-        run.claimed.release(cell)
+    run.claimed.release(cell)
     error = None if state.is_completed() else state.result(raise_on_failure=False)
     recorded = isinstance(error, AssayError) and not isinstance(error, RecordUnwritten)
     return error if isinstance(error, Exception) and not recorded else None

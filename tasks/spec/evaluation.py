@@ -306,8 +306,7 @@ class EvaluationConfig(Request):
             "apply_chat_template": self.asks_in_chat,
         }
         if self.native:
-            resources = self.resource_config or ResourceConfig()
-            return {**asked, "device": f"{self.evaluator.name} on {resources.device.kind}"}
+            return {**asked, "device": f"{self.evaluator.name} on {self.resources.device.kind}"}
         model = self.pool_config.model if self.pool_config else None
         return {
             **asked,
@@ -333,6 +332,18 @@ class EvaluationConfig(Request):
     def native(self) -> bool:
         """True if the evaluator loads the checkpoint itself, without a server."""
         return isinstance(self.evaluator, NativeOptions)
+
+    @property
+    def resources(self) -> ResourceConfig:
+        """Resources of its engines, or of an evaluator that loads the checkpoint itself; a CPU here if unset."""
+        if self.pool_config is not None and not self.native:
+            return self.pool_config.resource_config
+        return self.resource_config or ResourceConfig()
+
+    @property
+    def starts_jobs(self) -> bool:
+        """True if it starts engines or such an evaluator; False if a kept pool or an endpoint answers."""
+        return self.native or (self.pool_config is not None and self.pool_name is None)
 
     @property
     def native_reference(self) -> str | None:

@@ -35,6 +35,7 @@ from tasks.checkpoints.discovery import find_checkpoints
 from tasks.errors import EvaluationInterrupted, RecordUnwritten
 from tasks.records.record import Record, read_records
 from tasks.running.cells import plan_cells
+from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.planning import plan_checkpoints
 from tasks.running.provisioning import provisioned
 from tasks.running.scheduler import schedule_cells, stage_tokenizers
@@ -170,7 +171,7 @@ def test_record_that_cannot_be_written_is_raised_by_the_scheduler(run: Path, eng
     Path(cell.uri).parent.mkdir(parents=True)
     Path(cell.uri).write_text("a file where the folder of the cell is to be")
     with provisioned([config], stage_tokenizers([cell])) as serving, pytest.raises(RecordUnwritten, match="run-7"):
-        schedule_cells([cell], serving)
+        schedule_cells([cell], serving, claimed=ClaimedCells((), wait=False))
 
 
 async def test_trace_holds_cell_and_phases_and_names_the_cell_to_the_engine_of_a_pool(

@@ -105,7 +105,7 @@ def running(cells: list[Cell], client: Client) -> Iterator[list[Any]]:
         warm, jobs = stack.enter_context(warm_programs()), stack.enter_context(NativeJobs())
         threads = stack.enter_context(ThreadPoolExecutor(len(cells)))
         interruption = Interruption()
-        stack.callback(interruption.interrupt)  # if a test fails meanwhile
+        stack.callback(interruption.set)  # if a test fails meanwhile
         for position in range(len(cells)):
             jobs.expect(position)
         resources = RunResources(warm.harness_of, native_jobs=jobs, interruption=interruption, cells=len(cells))

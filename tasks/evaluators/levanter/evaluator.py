@@ -32,7 +32,7 @@ class _Facts(BaseModel):
 
 
 def _environment_of(config: EvaluationConfig) -> EnvironmentSpec:
-    return LEVANTER[(config.resource_config or ResourceConfig()).device.kind]
+    return LEVANTER[config.resources.device.kind]
 
 
 def _job(model: LocalCheckpoint, config: EvaluationConfig, output: Path, _: object) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _job(model: LocalCheckpoint, config: EvaluationConfig, output: Path, _: obje
         "conversations": False,
         "long_prompts": options.long_prompts,
         "allow_code_execution": list(options.allow_code_execution),
-        "device": (config.resource_config or ResourceConfig()).device.kind,
+        "device": config.resources.device.kind,
         "max_length": options.max_length,
         "precision": options.precision,
         "rows": options.rows_per_device,
@@ -66,7 +66,7 @@ def _read(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterable[Samp
 
 
 def _check(config: EvaluationConfig, python: Path) -> None:
-    _check_single_vm(config.resource_config or ResourceConfig())
+    _check_single_vm(config.resources)
     check_benchmarks(config, python)
     generate = own_benchmarks(config).generate
     if writing := [task.name for task in config.evals if task.name in generate]:  # some are refused only in the program

@@ -183,11 +183,6 @@ class ClaimFile:
     modified: float
 
 
-def claims_by_key(folder: str) -> dict[str, list[ClaimFile]]:
-    """Returns the files of claims by cell, the current claim last."""
-    return listed_claims(folder)[0]
-
-
 def listed_claims(folder: str) -> tuple[dict[str, list[ClaimFile]], dict[str, float]]:
     """Returns the files of claims by cell, the current claim last, and last heartbeats by holder in store time."""
     files: dict[str, list[ClaimFile]] = defaultdict(list)

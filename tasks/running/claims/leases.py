@@ -31,7 +31,6 @@ from tasks.running.claims.files import (
     SeenClaim,
     Subject,
     claim_uri,
-    claims_by_key,
     holder_uri,
     listed_claims,
     read_file,
@@ -147,7 +146,7 @@ class Claims:
         """Raises ClaimLost unless the store confirms the claim."""
         self.raise_if_lost(key)
         claim, uri = self._held[key]
-        if read_file(uri, Claim) != claim or self._succeeded(uri, claims_by_key(self._folder).get(key, [])):
+        if read_file(uri, Claim) != claim or self._succeeded(uri, listed_claims(self._folder)[0].get(key, [])):
             with self._lock:
                 self._lost.add(key)
         self.raise_if_lost(key)
@@ -169,7 +168,7 @@ class Claims:
         me = self._me.model_copy(update={"renewed": self._now()})
         storage.write_bytes(holder_uri(self._folder, me.name), me.model_dump_json().encode())
         self._me = me
-        standing = claims_by_key(self._folder) if self._held else {}
+        standing = listed_claims(self._folder)[0] if self._held else {}
         with self._lock:
             for key, (_, uri) in self._held.items():
                 if self._succeeded(uri, standing.get(key, [])):

@@ -158,7 +158,7 @@ def test_interrupted_attempt_without_a_pool_ends_all_its_processes(tmp_path: Pat
             running = [job.name for job in current_client().jobs() if not job.status.finished]
             assert any(name.startswith("hanging-run-a-100-demo_facts-") for name in running), "jobs say what they are"
         finally:
-            interruption.interrupt()
+            interruption.set()
         with pytest.raises(EvaluationInterrupted):
             attempt.result()
     assert not any(map(is_alive, started))
