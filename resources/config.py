@@ -44,28 +44,24 @@ class Config(BaseModel):
         return values
 
 
-def _json_only(value: dict[str, Any]) -> dict[str, Any]:
-    _refuse_no_json(value, "")
-    return value
-
-
-def _refuse_no_json(value: Any, place: str) -> None:
+def _json_only(value: Any, place: str = "") -> Any:
     if isinstance(value, dict):
         for key, part in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"expected texts as keys, found {key!r} in {place}: put it in quotes")
-            _refuse_no_json(part, f"{place}.{key}" if place else key)
+            _json_only(part, f"{place}.{key}" if place else key)
     elif isinstance(value, list | tuple):
         for number, part in enumerate(value):
-            _refuse_no_json(part, f"{place}.{number}")
+            _json_only(part, f"{place}.{number}")
     elif not (value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))):
         raise ValueError(
             f"expected a value that JSON has, found {value!r} ({type(value).__name__}) as {place}: "
             "put a text that YAML takes for something else, such as a date, in quotes"
         )
+    return value
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_json_only)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(lambda value: _json_only(value))]
 """Arguments for another program by name; values that JSON lacks have no portable hash, so they are rejected."""
 
 
@@ -330,10 +326,5 @@ def size_in_bytes(size: str) -> int:
 
 def infer_device_from_resource_config(resource_config: ResourceConfig) -> Literal["cpu", "cuda", "tpu"]:
     """Returns the engine family that fits the requested device."""
-    match resource_config.device:
-        case TpuConfig():
-            return "tpu"
-        case GpuConfig():
-            return "cuda"
-        case CpuConfig():
-            return "cpu"
+    kind = resource_config.device.kind
+    return "cuda" if kind == "gpu" else kind

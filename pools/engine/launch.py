@@ -8,7 +8,7 @@ import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,14 +87,7 @@ class Servable:
 
     @property
     def served(self) -> ServedModel:
-        digests = self.digests
-        return ServedModel(
-            digest=digests.checkpoint,
-            weights=digests.weights,
-            tokenizer=digests.tokenizer,
-            config=digests.config,
-            uri=self.uri,
-        )
+        return ServedModel(digest=self.digests.checkpoint, uri=self.uri, **asdict(self.digests))
 
 
 @dataclass(frozen=True)

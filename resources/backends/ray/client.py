@@ -19,7 +19,7 @@ from resources.backends.ray.connection import ControllerGone, RayConnection
 from resources.backends.ray.orders import JobOrder, SentFolder
 from resources.config import ResourceConfig
 from resources.errors import BadInput
-from resources.jobs.jobs import Call, Client, JobDetails, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, JobStatus, create_environment
 from resources.jobs.logs import LogPart
 from resources.jobs.packaging import package_workspace
 from resources.jobs.results import pickled
@@ -130,15 +130,10 @@ class RayClient(Client):
         digest = None if connection.is_on(nodes) else _sent(connection, controller, workspace)
         order = JobOrder(
             job_id=job_id,
-            name=request.name,
+            request=replace(request, entrypoint=Command("true")),
             client=self._id,
             entrypoint=entrypoint,
             environment=environment,
-            resources=request.resources,
-            replicas=request.replica_count,
-            max_retries_failure=request.max_retries_failure,
-            max_retries_preemption=request.max_retries_preemption,
-            outlives_parent=request.outlives_parent,
             workspace=SentFolder.of(workspace, digest=digest),
             working_directory=str(working_directory),
             imports=tuple(import_folders()),

@@ -83,11 +83,12 @@ class ControlledJob:
     ) -> None:
         self._ray = ray
         self.order = order
+        self._replicas = order.request.replica_count
         self._sent = sent
         self._start = start
         self.status = JobStatus.PENDING
         self._reason: str | None = None
-        self._tries = Attempts(order.max_retries_failure, order.max_retries_preemption)
+        self._tries = Attempts(order.request.max_retries_failure, order.request.max_retries_preemption)
         self._stopping = asyncio.Event()
         self._stop_reason = ""
         self._ending = asyncio.Event()  # set at the end of the current attempt
@@ -107,12 +108,12 @@ class ControlledJob:
     def details(self) -> JobDetails:
         return JobDetails(
             job_id=self.order.job_id,
-            name=self.order.name,
+            name=self.order.request.name,
             status=self.status,
             reason=self._reason,
             **self._tries.counts,
             submitted_at=self.order.submitted_at,
-            replicas=self.order.replicas,
+            replicas=self._replicas,
             returns=isinstance(self.order.entrypoint, bytes),
         )
 
@@ -126,10 +127,10 @@ class ControlledJob:
 
     def logs(self, max_lines: int, replica: int | None) -> str:
         """Returns the last lines; a replica of several hosts has a section per host."""
-        return logs_by_replica(lambda index: self._log_of(index, max_lines), self.order.replicas, replica=replica)
+        return logs_by_replica(lambda index: self._log_of(index, max_lines), self._replicas, replica=replica)
 
     def read_log(self, after: str, replica: int) -> LogPart:
-        check_replica(replica, self.order.replicas)
+        check_replica(replica, self._replicas)
         whole_lines = self.order.hosts > 1 and not self.status.finished
         return part_of_hosts(
             lambda host, position: self._logs[replica, host].part(position, whole_lines=whole_lines),
@@ -222,7 +223,7 @@ class ControlledJob:
     async def _placed(self) -> ray_placement.Placement | None:
         set_reason = partial(setattr, self, "_reason")
         placing = asyncio.ensure_future(
-            ray_placement.place(self._ray, self.order.resources, self.order.replicas, on_waiting=set_reason)
+            ray_placement.place(self._ray, self.order.request.resources, self._replicas, on_waiting=set_reason)
         )
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({placing, stopping}, return_when=asyncio.FIRST_COMPLETED)

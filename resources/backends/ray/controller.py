@@ -53,7 +53,7 @@ class Controller:
     async def running(self, *, name: str) -> str | None:
         """Returns the id of the unfinished job of that name, or None."""
         return next(
-            (key for key, job in self._jobs.items() if job.order.name == name and not job.status.finished), None
+            (key for key, job in self._jobs.items() if job.order.request.name == name and not job.status.finished), None
         )
 
     async def check(self, *, resources: ResourceConfig, replicas: int) -> list[str]:
@@ -72,7 +72,7 @@ class Controller:
         """Starts a job and returns its id, or with `adopt_existing` the id of the running job of the same name."""
         if order.job_id in self._jobs:  # a repeated call: the first answer was lost
             return order.job_id
-        if (existing := await self.running(name=order.name)) is not None:
+        if (existing := await self.running(name=order.request.name)) is not None:
             if adopt_existing:
                 return existing
             raise JobAlreadyExists.of(self._jobs[existing].details())
@@ -93,7 +93,7 @@ class Controller:
     async def stop_client(self, *, client: str) -> list[str]:
         """Requests the end of all jobs of a client that do not outlive their parent, and returns their ids."""
         unfinished = (job for job in self._jobs.values() if not job.status.finished)
-        jobs = [job for job in unfinished if job.order.client == client and not job.order.outlives_parent]
+        jobs = [job for job in unfinished if job.order.client == client and not job.order.request.outlives_parent]
         for job in jobs:
             job.stop("its client was shut down")
         return [job.order.job_id for job in jobs]

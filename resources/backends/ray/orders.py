@@ -13,9 +13,9 @@ from pathlib import Path
 
 from resources.backends.programs.attempts import Outcome
 from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause
-from resources.config import ResourceConfig, TpuConfig
+from resources.config import TpuConfig
 from resources.errors import AssayError, BadInput
-from resources.jobs.jobs import Command, EnvironmentConfig
+from resources.jobs.jobs import Command, EnvironmentConfig, JobRequest
 from resources.jobs.packaging import Package, unpack
 from resources.settings import settings
 
@@ -126,16 +126,12 @@ class JobOrder:
     """A job for its controller to run."""
 
     job_id: str
-    name: str
+    request: JobRequest
+    """Without its entrypoint."""
     client: str
     entrypoint: Command | bytes
     """A command, or a pickled call; empty for a large call, which is fetched from the object store."""
     environment: EnvironmentConfig
-    resources: ResourceConfig
-    replicas: int
-    max_retries_failure: int
-    max_retries_preemption: int
-    outlives_parent: bool
     workspace: SentFolder
     working_directory: str
     """Path on the submitting machine."""
@@ -149,7 +145,7 @@ class JobOrder:
     @property
     def hosts(self) -> int:
         """Number of hosts of a replica."""
-        device = self.resources.device
+        device = self.request.resources.device
         return device.slice.vms if isinstance(device, TpuConfig) else 1
 
 

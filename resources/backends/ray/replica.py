@@ -80,7 +80,7 @@ def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -
         "grace_seconds": job.grace_seconds,
         "parent_pid": os.getpid(),
         "shielded": True,
-        "place": [order.replica, job.replicas, order.host, job.hosts],
+        "place": [order.replica, job.request.replica_count, order.host, job.hosts],
     }
     given = {"ASSAY_JOB_ID": job.job_id, "ASSAY_JOBS": "ray://auto", "RAY_ADDRESS": job.address}
     defaults = order.device_variables
@@ -92,7 +92,7 @@ class _Run:
         self._attempt = {"job_id": order.job.job_id, "attempt": order.attempt}
         self._process = (order.replica, order.host)
         self._ask = ask
-        self.is_tpu = isinstance(order.job.resources.device, TpuConfig)
+        self.is_tpu = isinstance(order.job.request.resources.device, TpuConfig)
         self._lock = threading.Lock()
         self._told_to_end = False
         self._closed = threading.Event()

@@ -22,7 +22,7 @@ from resources.backends.ray.controller import Controller
 from resources.backends.ray.orders import JobOrder, Output, ProcessEnd, ProcessOrder, SentFolder, this_machine
 from resources.backends.ray.replica import run_process
 from resources.config import ResourceConfig
-from resources.jobs.jobs import Command, EnvironmentConfig, JobStatus
+from resources.jobs.jobs import Command, EnvironmentConfig, JobRequest, JobStatus
 from resources.jobs.logs import LogPart
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,15 +38,10 @@ def shell(script: str) -> Command:
 def job_order(workspace: Path) -> JobOrder:
     return JobOrder(
         job_id=JOB_ID,
-        name="job",
+        request=JobRequest("job", shell("true"), resources=ResourceConfig(), max_retries_preemption=0),
         client="client",
         entrypoint=shell("true"),
         environment=EnvironmentConfig(workspace=workspace),
-        resources=ResourceConfig(),
-        replicas=1,
-        max_retries_failure=0,
-        max_retries_preemption=0,
-        outlives_parent=False,
         workspace=SentFolder.of(workspace, digest=None),
         working_directory=str(workspace),
         imports=(),
