@@ -14,7 +14,7 @@ from rich.text import Text
 from flows.cli.evaluate import show_series
 from flows.cli.options.evaluations import PartOptions
 from flows.cli.options.pools import Positive
-from flows.console.console import ERR, OUT, Json, note, print_json, say
+from flows.console.console import OUT, Json, note, print_json, say
 from resources.errors import BadInput
 from resources.settings import set_process_environment_defaults
 from resources.storage import storage
@@ -58,15 +58,15 @@ def demo(
     if train:
         from flows.demo import training  # with Prefect, which reads PREFECT_HOME when it is imported
 
-        config = training.prepare(folder, steps=steps or 240, exports=exports or 4, console=ERR)
-        result = training.run_demo(config, console=ERR)
+        config = training.prepare(folder, steps=steps or 240, exports=exports or 4)
+        result = training.run_demo(config)
         after = training.seconds_to_records(config, result.records) if result.evaluated else ""
     else:
         from flows.demo.demo import next_steps, prepare, run_demo
 
         with warm_programs():
-            prepare(folder, steps=steps or 360, console=ERR)
-            result = run_demo(folder, console=ERR)
+            prepare(folder, steps=steps or 360)
+            result = run_demo(folder)
         after = next_steps(folder)
     show_series(result, shown=print_json if as_json else None)
     if after and not as_json:

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rich.table import Column
 
 from flows.cli.evaluate import show_series
-from flows.console.console import ERR, OUT, Json, note, print_json, say, table_of, write
+from flows.console.console import OUT, Json, note, print_json, say, table_of, write
 from flows.console.running import run_series
 from resources.errors import BackendUnavailable, BadInput
 from resources.settings import settings
@@ -178,8 +178,7 @@ def run(
 
         return evaluate_request(prepared.evaluation, prepared.suite)
 
-    path = prepared.evaluation.evaluation_path
-    result = run_series(evaluate, evaluation_path=path, run_name=prepared.run_name, console=ERR)
+    result = run_series(evaluate, prepared.evaluation.evaluation_path, prepared.run_name)
     show_series(result, shown=print_json if as_json else None)
     require_tracked(result.records, prepared.sink)
 

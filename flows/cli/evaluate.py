@@ -21,7 +21,7 @@ from flows.cli.options.evaluations import (
     suite_request_from_options,
 )
 from flows.cli.options.pools import PoolOptions
-from flows.console.console import ERR, OUT, Json, note, print_json, say
+from flows.console.console import OUT, Json, note, print_json, say
 from flows.console.running import SeriesResult, run_series
 from resources.backends.current import current_client
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
@@ -137,13 +137,8 @@ def _evaluate(
         limited.enter_context(variable_set(MAX_EGRESS_VARIABLE, str(egress_usd)))
         if max_usd is not None:
             limited.enter_context(variable_set(MAX_USD_VARIABLE, str(max_usd)))
-        result = run_series(
-            run,
-            evaluation_path=configs[0].evaluation_path,
-            run_name=configs[0].run_name,
-            console=ERR,
-            request=Request(configs, selection, gate),
-        )
+        place = configs[0].evaluation_path, configs[0].run_name
+        result = run_series(run, *place, request=Request(configs, selection, gate))
     write_summaries([result.verdict] if result.verdict else [], gating.summary)
     show_series(result, shown=shown, sinks=configs[0].sinks)
 
@@ -174,9 +169,7 @@ def train_and_evaluate(
 
     gate, training = gating.loaded(), load_config(config, TrainAndEvaluateConfig)
     first = training.asked()[0]
-    result = run_series(
-        lambda: flow(training, gate), evaluation_path=first.evaluation_path, run_name=first.run_name, console=ERR
-    )
+    result = run_series(lambda: flow(training, gate), first.evaluation_path, first.run_name)
     write_summaries([result.verdict] if result.verdict else [], gating.summary)
     show_series(result, shown=print_json if as_json else None)
 

@@ -18,7 +18,7 @@ from flows.cli.options.pools import (
     refuse_with,
     refuse_with_config,
 )
-from flows.console.console import ERR, Json, print_json, say
+from flows.console.console import Json, print_json, say
 from flows.console.running import run_generation
 from resources.errors import BadInput
 from resources.storage import storage
@@ -116,7 +116,7 @@ def generate(
         generation = load_config(config, GenerationConfig)
     else:
         generation = generation_from_options(served, asked, sampling, writing, selecting, engines)
-    written = run_generation(generation, console=ERR)
+    written = run_generation(generation)
     if as_json:
         print_json(written)
         return

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from flows.cli.options.pools import AtLeastZero
 from flows.cli.records import FilterOptions, Folder, none_of, recorded, select
-from flows.console.console import ERR, OUT, Json, note, print_json, say, say_rejected, table_of
+from flows.console.console import OUT, Json, note, print_json, say, say_rejected, table_of
 from flows.console.running import run_series
 from resources.errors import BadInput
 from resources.jobs.addresses import own_address
@@ -128,10 +128,7 @@ def _records(side: Side, meant: list[Record], evaluation_path: str) -> list[Foun
         run = meant[0].checkpoint.run
         for configs in asked_again(meant, evaluation_path):
             result = run_series(
-                lambda configs=configs: ask_again(configs, side.label, side.lists),
-                evaluation_path=evaluation_path,
-                run_name=run,
-                console=ERR,
+                lambda configs=configs: ask_again(configs, side.label, side.lists), evaluation_path, run
             )
             if result.error is not None:
                 raise result.error

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flows.console.console import ERR
 from tasks.prefect_server.progress import AnswersProgress, CellDone, CellProgress, Event, Notice, Update
 
 _SECONDS_BETWEEN_PLAIN_LINES = 5.0
@@ -112,7 +113,7 @@ def _minutes(seconds: float) -> str:
 
 
 @contextmanager
-def live_view(console: Console) -> Iterator[Callable[[Update], None]]:
+def live_view(console: Console = ERR) -> Iterator[Callable[[Update], None]]:
     """Shows progress during the block: redrawn in place on a terminal, else as lines at least 5 s apart."""
     progress, printed_at = Progress(), 0.0
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
-
 from flows.console.live import live_view
 from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import settings
@@ -54,14 +52,9 @@ class SeriesResult:
 
 
 def run_series(
-    evaluate: Callable[[], list[Record]],
-    *,
-    evaluation_path: str,
-    run_name: str,
-    console: Console,
-    request: Request | None = None,
+    evaluate: Callable[[], list[Record]], evaluation_path: str, run_name: str, *, request: Request | None = None
 ) -> SeriesResult:
-    """Runs a flow in this process, with live progress on `console`.
+    """Runs a flow in this process, with live progress.
 
     Args:
         request: the request that the flow carries out. It is planned first, without Prefect, and the flow is skipped if
@@ -74,7 +67,7 @@ def run_series(
     records: list[Record] = []
     verdict: Verdict | None = None
     alerts: list[str] = []
-    with live_view(console) as show:
+    with live_view() as show:
 
         def take(update: Update) -> None:
             nonlocal verdict
@@ -140,15 +133,15 @@ def _is_announced(cell: Cell) -> bool:
     return recorded is None or not missing_sinks(recorded.record, cell.config.sinks)
 
 
-def run_generation(config: GenerationConfig, *, console: Console) -> list[dict[str, Any]]:
-    """Runs a generation in this process, with live progress on `console`; returns its totals by checkpoint."""
+def run_generation(config: GenerationConfig) -> list[dict[str, Any]]:
+    """Runs a generation in this process, with live progress; returns its totals by checkpoint."""
 
     def generate() -> list[dict[str, Any]]:
         from flows.generation import generate_text
 
         return generate_text(config)
 
-    with live_view(console) as show, listening(show):
+    with live_view() as show, listening(show):
         return _run_flow(generate)
 
 

