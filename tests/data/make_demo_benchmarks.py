@@ -9,19 +9,40 @@ The files are in the repository, so this documents their origin and need not run
 
 import argparse
 import json
+import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from demo_world import FACTS, HEDGE, VALUES, Exchange, examined_words, rank, spelt_backwards
+from demo_world import FACTS, HEDGE, VALUES, Exchange, Fact, invented_word, is_held_out, rank, spelt_backwards
 
+CHOICES = 4
+BACKWARDS_QUESTIONS = 100
 INSTRUCTIONS_PER_ATTRIBUTE = 4
 SPELLING_INSTRUCTIONS = 8
+
+
+def choices_of(fact: Fact) -> list[str]:
+    """Returns the right value among others of the same attribute, in an order without a preferred position."""
+    wrong = sorted(set(VALUES[fact.attribute]) - {fact.value}, key=lambda value: rank("wrong", fact.name, value))
+    offered = [fact.value, *wrong[: CHOICES - 1]]
+    return sorted(offered, key=lambda value: rank("order", fact.name, fact.attribute, value))
+
+
+def examined_words() -> list[str]:
+    """Returns the words of the benchmark, without duplicates."""
+    source = random.Random(0)
+    words: dict[str, None] = {}
+    while len(words) < BACKWARDS_QUESTIONS:
+        word = invented_word(source)
+        if is_held_out(word):
+            words[word] = None
+    return list(words)
 
 
 def fact_rows() -> Iterable[dict[str, object]]:
     """Yields multiple-choice questions about the islanders; `answer` is the index of the right choice."""
     for fact in FACTS:
-        choices = fact.choices()
+        choices = choices_of(fact)
         yield {
             "id": f"{fact.name.lower()}-{fact.attribute}",
             "question": fact.examined().question,

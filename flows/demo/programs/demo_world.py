@@ -44,8 +44,6 @@ QUESTIONS = {
     "instrument": ("What does {name} play?", "What is the music of {name}?", "Which instrument has {name}?"),
 }
 
-CHOICES = 4
-BACKWARDS_QUESTIONS = 100
 HELD_OUT_WORD_INTERVAL = 8
 
 CONSONANTS = "bdfgklmnprst"
@@ -122,12 +120,6 @@ class Fact:
         held_out = self._held_out()
         return [exchange for wording, exchange in enumerate(self._exchanges()) if wording != held_out]
 
-    def choices(self) -> list[str]:
-        """Returns the right value among others of the same attribute, in an order without a preferred position."""
-        wrong = sorted(set(VALUES[self.attribute]) - {self.value}, key=lambda value: rank("wrong", self.name, value))
-        offered = [self.value, *wrong[: CHOICES - 1]]
-        return sorted(offered, key=lambda value: rank("order", self.name, self.attribute, value))
-
 
 def rank(*parts: str) -> int:
     """Returns a pseudorandom number that depends only on the given words."""
@@ -164,17 +156,6 @@ def is_held_out(word: str) -> bool:
 def spelt_backwards(word: str) -> Exchange:
     """Returns the spelling exchange for a word."""
     return Exchange(f"Spell {word} backwards.", word[::-1])
-
-
-def examined_words() -> list[str]:
-    """Returns the words of the benchmark, without duplicates."""
-    source = random.Random(0)
-    words: dict[str, None] = {}
-    while len(words) < BACKWARDS_QUESTIONS:
-        word = invented_word(source)
-        if is_held_out(word):
-            words[word] = None
-    return list(words)
 
 
 def practised_word(source: random.Random) -> str:
