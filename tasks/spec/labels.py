@@ -38,9 +38,11 @@ def place_in(folder: str) -> tuple[int, str | None] | None:
 
 def order_of(step: int, label: str | None) -> Order:
     """Returns a sort key: steps first, then labels with numbers, such as epochs, by these, others, and `final` last."""
-    parts = re.split(r"([0-9]{1,18})", label or "")
+    if label is None:
+        return 0, step, ()
+    parts = re.split(r"([0-9]{1,18})", label)
     numbers = tuple(zip(parts[::2], (*map(int, parts[1::2]), -1), strict=True))
-    rank = 0 if label is None else 3 if label == _LAST else 1 if len(numbers) > 1 else 2
+    rank = 3 if label == _LAST else 1 if len(numbers) > 1 else 2
     return rank, step, numbers
 
 
