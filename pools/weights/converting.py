@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ _EXPORTING = _PROGRAM.with_name("run_exporter.py")
 _SILENT_SECONDS = 1800.0  # a shard in torch's older format is read whole before its first line
 _LOOK_SECONDS = 0.5
 _TAIL_BYTES = 2000
+_READ_BYTES = 2**16
 
 
 def convert_pickled(making: Making) -> None:
@@ -191,31 +191,21 @@ def _run(making: Making, job: Mapping[str, Any], *, program: Path = _PROGRAM, py
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            text=True,
         )
-        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-        def read() -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.put(line)
-            lines.put(None)
-
-        threading.Thread(target=read, name="making", daemon=True).start()
+        assert process.stdin is not None and process.stdout is not None
         try:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.write(json.dumps(job).encode() + b"\n")
             process.stdin.flush()
-            _follow(making, lines)
+            _follow(making, process.stdout.fileno())
         except BrokenPipeError:
             pass  # its end and its log say why
         except BaseException:
             process.kill()
             raise
         finally:
-            if process.stdin is not None:
-                with suppress(OSError):
-                    process.stdin.close()
+            process.stdout.close()
+            with suppress(OSError):
+                process.stdin.close()
             process.wait()
         if process.returncode:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -228,35 +218,38 @@ def _run(making: Making, job: Mapping[str, Any], *, program: Path = _PROGRAM, py
             )
 
 
-def _follow(making: Making, lines: queue.SimpleQueue[str | None]) -> None:
-    until = time.monotonic() + _SILENT_SECONDS
+def _follow(making: Making, output: int) -> None:
+    until, begun = time.monotonic() + _SILENT_SECONDS, b""
     while True:
         if making.stopped():
             raise CopyStopped
-        try:
-            line = lines.get(timeout=_LOOK_SECONDS)
-        except queue.Empty:
-            if time.monotonic() < until:
-                continue
+        if wait([output], timeout=_LOOK_SECONDS):
+            part = os.read(output, _READ_BYTES)
+            if not part:
+                return
+            until = time.monotonic() + _SILENT_SECONDS
+            *lines, begun = (begun + part).split(b"\n")
+            for line in lines:
+                _take(making, json.loads(line))
+        elif time.monotonic() > until:
             raise StorageError(
                 expected=f"to make safetensors of {making.folder.uri}",
                 found=f"nothing was written for {_SILENT_SECONDS:.0f} s",
                 remedy="check the disks of both, and run again",
-            ) from None
-        if line is None:
-            return
-        until = time.monotonic() + _SILENT_SECONDS
-        report = json.loads(line)
-        if "refused" in report:
-            raise CheckpointError(
-                expected=f"weights in {making.folder.uri} that are tensors alone",
-                found=report["refused"],
-                remedy="save them again as safetensors, with save_pretrained of transformers",
             )
-        if "failed" in report:
-            raise StorageError(
-                expected=f"to make safetensors of {making.folder.uri}",
-                found=report["failed"],
-                remedy="check the disks of both, and run again",
-            )
-        making.on_bytes(report["bytes"])
+
+
+def _take(making: Making, report: Mapping[str, Any]) -> None:
+    if "refused" in report:
+        raise CheckpointError(
+            expected=f"weights in {making.folder.uri} that are tensors alone",
+            found=report["refused"],
+            remedy="save them again as safetensors, with save_pretrained of transformers",
+        )
+    if "failed" in report:
+        raise StorageError(
+            expected=f"to make safetensors of {making.folder.uri}",
+            found=report["failed"],
+            remedy="check the disks of both, and run again",
+        )
+    making.on_bytes(report["bytes"])
