@@ -46,16 +46,16 @@ class _Part(Block):
     matrix: _Matrix | None  # None for bytes that are copied
 
 
-def merge_adapter(making: Making) -> None:
+def write_merged(making: Making) -> None:
     """Writes the weights that an adapter makes of its base."""
     with ExitStack() as held:
         base = on_this_machine(making.folder.inputs[0], making.hold_copy, held)
         changes = changes_of(replace(making.folder, inputs=(base,)))
         if {**base.config, **changed_config(base, changes)} != making.folder.config:
             raise CheckpointError(
-                expected=f"a base in safetensors for an adapter that changes its vocabulary: {making.folder.uri}",
-                found=f"{base.uri} in another format",
-                remedy="save the base as safetensors",
+                expected=f"safetensors of {making.folder.uri} and its base, since the adapter changes the vocabulary",
+                found=f"it or {base.uri} in another format",
+                remedy="save both as safetensors",
             )
         read = reading(held)
         shards = {name: read_safetensors_header(base.files[name]) for name in base.weight_files}

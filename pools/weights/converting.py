@@ -16,9 +16,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from pools.weights.adapter_merging import write_changed
+from pools.weights.adapter_merging import write_changed, write_merged
 from pools.weights.adapters.changes import Change
 from pools.weights.formats import (
+    ADAPTER_WEIGHTS,
     EXPORTERS,
     INDEX_NAME,
     VERL_RECIPE,
@@ -137,6 +138,19 @@ def rewrite_shards(making: Making) -> None:
             plain, _ = unwrapped(tensors)
             kept = {plain[key]: each for key, each in tensors.items() if weight_map.get(key, name) == name}
             write_changed(making, name, {key: Change(each, each) for key, each in kept.items()}, read)
+
+
+def merge_adapter(making: Making) -> None:
+    """Merges an adapter into its base; makes safetensors of a pickled adapter first."""
+    name, files = making.folder.weight_files[-1], making.folder.files
+    if name != ADAPTER_WEIGHTS:
+        source, target = (making.content.parent / "adapter" / each for each in (name, ADAPTER_WEIGHTS))
+        storage.write_bytes(str(source), storage.read_bytes(files[name].place))
+        shard = {"name": name, "source": str(source), "target": str(target), "named": [], "elsewhere": []}
+        _run(making, {"shards": [shard], "ties": False})
+        [made] = storage.list_files(str(target))
+        making = replace(making, folder=replace(making.folder, files={**files, ADAPTER_WEIGHTS: made}))
+    write_merged(making)
 
 
 def _ties(making: Making) -> bool | None:

@@ -32,6 +32,7 @@ _FIRST_OF_NAMES = ("module.", "_forward_module.", "base_model.model.")  # of DDP
 _ANYWHERE_IN_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # of torch alone
 _MOST_WRAPPERS = 8  # around each other
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PICKLED_ADAPTER = "adapter_model.bin"
 ADAPTER_RECIPE = "adapter 1"
 """Recipe for an adapter on its base; increase its number when the same files give other numbers."""
 DISTRIBUTED_RECIPE = "dcp 1"

@@ -345,7 +345,7 @@ def _maker(recipe: str) -> Callable[[Making], None]:
         case "pytorch_model.bin":
             from pools.weights.converting import convert_pickled as make
         case "adapter":
-            from pools.weights.adapter_merging import merge_adapter as make
+            from pools.weights.converting import merge_adapter as make
         case "dcp":
             from pools.weights.converting import export_distributed as make
         case "zero" | "verl":

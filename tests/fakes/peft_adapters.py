@@ -58,7 +58,7 @@ def write(case: dict[str, Any], folder: Path) -> None:
             if parameter.requires_grad:
                 moved = 0.1 * torch.randn_like(parameter)
                 parameter.copy_(parameter * (1 + moved) if "magnitude" in name else parameter + moved)
-    trained.save_pretrained(adapter)
+    trained.save_pretrained(adapter, safe_serialization=not case.get("pickled"))
     if case.get("has_tokenizer"):
         for file in Path(case["tokenizer"]).iterdir():
             shutil.copy(file, adapter)
@@ -76,7 +76,10 @@ def write(case: dict[str, Any], folder: Path) -> None:
     if case.get("vocabulary"):
         model.resize_token_embeddings(case["vocabulary"])
     whole = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    shutil.copytree(base, merged, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    if case.get("pickled_base"):
+        torch.save(AutoModelForCausalLM.from_pretrained(base, dtype=dtype).state_dict(), base / "pytorch_model.bin")
+        (base / "model.safetensors").unlink()
+    shutil.copytree(base, merged, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json"))
     tensors = {name: tensor.clone().contiguous() for name, tensor in whole.state_dict().items()}
     untied = not torch.equal(whole.get_input_embeddings().weight, whole.get_output_embeddings().weight)
     if not untied and whole.config.tie_word_embeddings:

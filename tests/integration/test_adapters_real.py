@@ -31,6 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"r": 4, "target_modules": LINEAR}},
     "lora-bf16": {"lora": {"r": 4, "target_modules": LINEAR}, "dtype": "bfloat16", "shard": "50KB"},
     "lora-f16": {"lora": {"r": 3, "target_modules": LINEAR}, "dtype": "float16"},
+    "pickled": {"lora": {"r": 4, "target_modules": LINEAR}, "pickled": True},
+    "pickled-base": {"lora": {"r": 4, "target_modules": LINEAR}, "pickled_base": True, "tied": True},
     "rslora": {"lora": {"r": 8, "use_rslora": True, "lora_alpha": 5, "target_modules": ATTENTION}},
     "patterns": {
         "lora": {

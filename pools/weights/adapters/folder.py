@@ -1,8 +1,8 @@
 """Adapters as PEFT writes them: the folder, its config and its base.
 
-An adapter folder has `adapter_config.json` and `adapter_model.safetensors`. Its config names the base: a folder (a
-relative path starts at the adapter's), or a repository with its `revision`; PEFT writes no digest of it. Names are
-those of PEFT 0.21 (`tuners/lora/config.py`).
+An adapter folder has `adapter_config.json`, and `adapter_model.safetensors` or `adapter_model.bin`. Its config names
+the base: a folder (a relative path starts at the adapter's), or a repository with its `revision`; PEFT writes no digest
+of it. Names are those of PEFT 0.21 (`tuners/lora/config.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from typing import Any
 
 from pools.weights.adapters.changes import changed_config, changes_of, is_nothing
 from pools.weights.content import hash_of
-from pools.weights.formats import ADAPTER_CONFIG, ADAPTER_RECIPE, ADAPTER_WEIGHTS, irregular, is_adapter, read_json
+from pools.weights.formats import (
+    ADAPTER_CONFIG,
+    ADAPTER_RECIPE,
+    ADAPTER_WEIGHTS,
+    PICKLED_ADAPTER,
+    cut_off,
+    irregular,
+    is_adapter,
+    read_json,
+)
 from pools.weights.merges import merge_of
 from pools.weights.model_files import CONFIG_FILES, ModelFolder, small_files
 from pools.weights.overrides import override_of, without_options
@@ -50,17 +59,16 @@ _MOST_BASES = 16
 
 def inspect_adapter(own: ModelFolder, inspect: Callable[..., ModelFolder], *, files_in: FilesIn) -> ModelFolder:
     """Returns the model that an adapter makes of its base: with the base's config, and its tokenizer unless the
-    adapter has its own. Failures go into `problems`. Where the base's weights must be made, they are looked at then.
+    adapter has its own. Failures go into `problems`. Weights that must be made, or are pickled, are looked at then.
 
     `own`: the adapter's folder, inspected as a reference; its name may give the base. `inspect`: `inspect_checkpoint`,
     for the base. `files_in`: as there.
     """
-    weights = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    is_pickled = PICKLED_ADAPTER in own.files and ADAPTER_WEIGHTS not in own.files
+    weights = (ADAPTER_CONFIG, PICKLED_ADAPTER if is_pickled else ADAPTER_WEIGHTS)
     files = {name: file for name, file in own.files.items() if name not in CONFIG_FILES}
     problems = [f"{name} is missing" for name in weights if name not in files]
-    if "adapter_model.bin" in files and problems:
-        problems = ["weights are in adapter_model.bin; load the adapter with PEFT, and save_pretrained it again"]
-    problems += filter(None, (irregular(files[name]) for name in weights if name in files))
+    problems += filter(None, (irregular(files[name]) or cut_off(files[name]) for name in weights if name in files))
     base = None if problems else _base(own, inspect, files_in, problems)
     folder = replace(own, problems=(), weight_files=weights, made_by=ADAPTER_RECIPE, config=base.config if base else {})
     if base is None or problems:
@@ -71,13 +79,15 @@ def inspect_adapter(own: ModelFolder, inspect: Callable[..., ModelFolder], *, fi
         kept = {name: file for name, file in kept.items() if not is_part_of_tokenizer(name)}
     files, missing, notes = described_by(own.uri, kept | files, files_in)
     try:
-        changes = changes_of(folder) if base.made_by is None else {}
+        changes = changes_of(folder) if base.made_by is None and not is_pickled else {}
     except CheckpointError as error:
         return replace(folder, problems=(error.found,))
     config = {**base.config, **changed_config(base, changes)}
     if config != base.config:
         files = {**files, "config.json": _written(config)}
     notes = (f"an adapter of {base.uri}", *notes)
+    if is_pickled:
+        notes += (f"safetensors are made of {PICKLED_ADAPTER} while it is staged",)
     if changes and is_nothing(changes):
         notes += (f"it changes nothing of its base {base.uri}: all that it adds is zero",)
     served = small_files(replace(folder, files=files)) | {name: files[name] for name in weights}

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import struct
+import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -165,11 +166,15 @@ def test_adapter_of_zeros_is_said_to_change_nothing(tmp_path: Path):
     assert folder.complete and f"it changes nothing of its base {base}: all that it adds is zero" in folder.notes
 
 
-def test_pickled_adapter_is_refused_with_the_way_out(tmp_path: Path):
+def test_pickled_adapter_is_whole_once_its_end_is_written(tmp_path: Path):
     adapter = write_adapter(tmp_path / "run", write_base(tmp_path / "base"))
-    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
-    [problem] = inspect_checkpoint(str(adapter)).problems
-    assert "adapter_model.bin" in problem and "save_pretrained" in problem
+    (adapter / "adapter_model.safetensors").unlink()
+    with zipfile.ZipFile(adapter / "adapter_model.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", b"weights")
+    folder = inspect_checkpoint(str(adapter))
+    assert folder.complete and "safetensors are made of adapter_model.bin while it is staged" in folder.notes
+    os.truncate(adapter / "adapter_model.bin", 50)
+    assert inspect_checkpoint(str(adapter)).problems == ("adapter_model.bin is cut off (50 bytes)",)
 
 
 def test_adapter_on_an_adapter_is_refused(tmp_path: Path):
