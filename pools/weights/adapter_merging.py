@@ -15,10 +15,10 @@ from math import prod
 import numpy as np
 
 from pools.weights.adapters.changes import Change, changed_config, changes_of
-from pools.weights.formats import Tensor, read_safetensors_header, safetensors_header
+from pools.weights.formats import BYTES, Tensor, read_safetensors_header, safetensors_header
 from pools.weights.making import Making
 from pools.weights.merging import BLOCK_BYTES, Block, Read, on_this_machine, reading, write_weights
-from pools.weights.numbers import BYTES, narrow, widen
+from pools.weights.numbers import narrow, widen
 from resources.errors import CheckpointError
 from resources.storage import storage
 

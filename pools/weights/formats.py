@@ -216,6 +216,10 @@ def unwrapped(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     return plain, tuple(dict.fromkeys(words))
 
 
+BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+"""Width in bytes of the types that merges compute with, by their names in safetensors."""
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A parameter as described by a safetensors header, with the file and the byte range of its content."""

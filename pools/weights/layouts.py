@@ -14,7 +14,7 @@ from typing import Any
 
 from pools.weights.adapters.folder import inspect_adapter
 from pools.weights.content import content_digest
-from pools.weights.formats import ADAPTER_RECIPE, Tensor, irregular, read_json
+from pools.weights.formats import ADAPTER_RECIPE, BYTES, irregular, read_json
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
     CONFIG_FILES,
@@ -31,8 +31,6 @@ from resources.errors import CheckpointError
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 
-AVERAGED = frozenset({"BF16", "F16", "F32", "F64"})
-"""Types of averaged tensors."""
 KEPT = frozenset({"BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"})
 """Types of tensors that must be the same in every checkpoint of a merge."""
 _MOST_NAMED = 3
@@ -78,24 +76,15 @@ def merged_folder(uri: str, inputs: Sequence[ModelFolder]) -> ModelFolder:
 def require_alike(folders: Sequence[ModelFolder]) -> None:
     """Raises CheckpointError unless checkpoints can be averaged; tensors of weights that must be made are not known."""
     *others, last = folders
-    problem = _cannot_be_averaged(last)
+    tensors = read_tensors(last) if last.made_by is None else {}
+    unknown = next((name for name, each in tensors.items() if each.dtype not in BYTES.keys() | KEPT), None)
+    problem = f"{unknown} is {tensors[unknown].dtype} in {last.uri}" if unknown else None
     expected = "weights in bfloat16, float16, float32 or float64 to average"
     for other in others:
         if problem is None and (difference := _difference(other, last)):
             problem, expected = f"{difference} in {other.uri} and {last.uri}", "checkpoints of the same model"
     if problem is not None:
         raise CheckpointError(expected=expected, found=problem, remedy="merge other checkpoints, or export these alike")
-
-
-def _cannot_be_averaged(folder: ModelFolder) -> str | None:
-    for name, tensor in _known_tensors(folder).items():
-        if tensor.dtype not in AVERAGED | KEPT:
-            return f"{name} is {tensor.dtype} in {folder.uri}"
-    return None
-
-
-def _known_tensors(folder: ModelFolder) -> Mapping[str, Tensor]:
-    return read_tensors(folder) if folder.made_by is None else {}
 
 
 def _difference(folder: ModelFolder, other: ModelFolder) -> str | None:

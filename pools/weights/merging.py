@@ -22,11 +22,11 @@ import numpy as np
 
 from pools.weights.checkpoint_copy import Filling, changed_since_planned, counted, require_planned
 from pools.weights.content import file_identity
-from pools.weights.formats import Tensor, read_safetensors_header
+from pools.weights.formats import BYTES, Tensor, read_safetensors_header
 from pools.weights.layouts import KEPT, inspect_checkpoint, require_alike
 from pools.weights.merges import merge_of
 from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_model_folder, read_tensors, served_files
-from pools.weights.numbers import BYTES, narrow, widen
+from pools.weights.numbers import narrow, widen
 from pools.weights.overrides import without_options
 from resources.errors import CheckpointError, StorageError
 from resources.storage import storage

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-"""Width in bytes of each type, by its name in safetensors."""
 _TYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
 _HALF = np.uint32(16)
 _ODD = np.uint32(1)

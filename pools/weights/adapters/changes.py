@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pools.weights.formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Tensor, read_json, read_safetensors_header
+from pools.weights.formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BYTES, Tensor, read_json, read_safetensors_header
 from pools.weights.model_files import ModelFolder, read_tensors
 from resources.errors import CheckpointError
 from resources.storage import storage
 
-_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _PARTS = re.compile(
     r"(?P<module>.+?)\.(?:(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
     r"|(?:token_adapter\.)?(?P<rows>trainable_tokens_delta)"
@@ -152,7 +151,7 @@ def _modules(held: Mapping[str, Tensor], problems: list[str]) -> dict[str, _Modu
 
 def _is_readable(tensor: Tensor) -> bool:
     whole = all(isinstance(size, int) and size > 0 for size in tensor.shape)
-    return whole and tensor.span[1] - tensor.span[0] == math.prod(tensor.shape) * _BYTES.get(tensor.dtype, 0)
+    return whole and tensor.span[1] - tensor.span[0] == math.prod(tensor.shape) * BYTES.get(tensor.dtype, 0)
 
 
 def _found(name: str, tensors: Mapping[str, Tensor]) -> str | None:
