@@ -73,10 +73,12 @@ class Change:
 
 @dataclass
 class _Module:
+    path: str
     full: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, Tensor] = field(default_factory=dict)
     rows: Tensor | None = None
     is_embedding: bool = False
+    is_conv1d: bool = False
 
 
 def changes_of(folder: ModelFolder) -> dict[str, Change]:
@@ -94,7 +96,8 @@ def changes_of(folder: ModelFolder) -> dict[str, Change]:
     unreached: list[str] = []
     for path, module in _modules(read_safetensors_header(folder.files[ADAPTER_WEIGHTS]), problems).items():
         is_head = f"{path}.weight" in _HEADS
-        is_conv1d = not is_head and bool(base.config.get("model_type") in _CONV1D or config.get("fan_in_fan_out"))
+        is_conv1d = base.config.get("model_type") in _CONV1D or config.get("fan_in_fan_out")
+        module.is_conv1d = not is_head and bool(is_conv1d)
         for part in {*module.full, *(["weight"] if module.parts or module.rows else [])}:
             name = _found(f"{path}.{part}", tensors)
             if name is None and is_head and part == "weight" and embedding:  # tied in the base
@@ -106,7 +109,7 @@ def changes_of(folder: ModelFolder) -> dict[str, Change]:
                 source = tensors[name]
             resizable = name == embedding or is_head
             try:
-                changes[name] = _change(name, source, module, part, path, config, resizable, is_conv1d)
+                changes[name] = _change(name, source, module, part, config, resizable=resizable)
             except ValueError as error:
                 problems.append(str(error))
     if unreached:
@@ -138,7 +141,7 @@ def _modules(held: Mapping[str, Tensor], problems: list[str]) -> dict[str, _Modu
         if matched is None or not _is_readable(tensor):
             problems.append(f"{ascii(key)[1:-1]} is {ascii(tensor.dtype)[:20]}, which is not merged here")
             continue
-        module = modules.setdefault(matched["module"], _Module())
+        module = modules.setdefault(matched["module"], _Module(matched["module"]))
         if matched["rows"]:
             module.rows = tensor
         elif matched["full"]:
@@ -160,14 +163,7 @@ def _found(name: str, tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _change(
-    name: str,
-    source: Tensor,
-    module: _Module,
-    part: str,
-    path: str,
-    config: Mapping[str, Any],
-    resizable: bool,
-    is_conv1d: bool,
+    name: str, source: Tensor, module: _Module, part: str, config: Mapping[str, Any], *, resizable: bool
 ) -> Change:
     if not _is_readable(source):
         raise ValueError(f"{name} is {ascii(source.dtype)[:20]} in its base: name the base in bfloat16, not quantised")
@@ -179,29 +175,27 @@ def _change(
     if part != "weight":
         return change
     if module.rows is not None:
-        numbers = _row_numbers(path, config)
+        numbers = _row_numbers(module.path, config)
         if module.rows.shape != (len(numbers), *shape[1:]) or not all(0 <= each < shape[0] for each in numbers):
             raise ValueError(f"{name} is {list(shape)}, and the adapter replaces {len(numbers)} rows by {module.rows}")
         change = replace(change, rows=module.rows, numbers=numbers)
-    return replace(change, low_rank=_low_rank(name, shape, module, path, config, is_conv1d)) if module.parts else change
+    return replace(change, low_rank=_low_rank(name, shape, module, config)) if module.parts else change
 
 
-def _low_rank(
-    name: str, shape: tuple[int, ...], module: _Module, path: str, config: Mapping[str, Any], is_conv1d: bool
-) -> LowRank:
+def _low_rank(name: str, shape: tuple[int, ...], module: _Module, config: Mapping[str, Any]) -> LowRank:
     first, second, magnitude = (module.parts.get(part) for part in ("A", "B", "magnitude_vector"))
     if first is None or second is None or (magnitude is None and config.get("use_dora")):
         raise ValueError(f"the adapter has only {', '.join(sorted(module.parts))} for {name}")
     if len(first.shape) != 2 or len(second.shape) != 2 or first.shape[0] != second.shape[1] or not first.shape[0]:
         raise ValueError(f"the adapter has A {list(first.shape)} and B {list(second.shape)} for {name}: not whole")
     out, into = second.shape[0], first.shape[1]
-    transposed = module.is_embedding or (shape == (into, out) and (into != out or is_conv1d))
+    transposed = module.is_embedding or (shape == (into, out) and (into != out or module.is_conv1d))
     if shape != ((into, out) if transposed else (out, into)):
         raise ValueError(f"{name} is {list(shape)} in its base, and {[out, into]} in the adapter")
     if magnitude is not None and magnitude.shape != (out,):
         raise ValueError(f"the adapter has a magnitude of {list(magnitude.shape)} for {name}, which has {out} outputs")
     patterns = config.get("alpha_pattern") or {}
-    alpha = next((patterns[key] for key in patterns if _matches(key, path)), config.get("lora_alpha"))
+    alpha = next((patterns[key] for key in patterns if _matches(key, module.path)), config.get("lora_alpha"))
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ValueError(f"lora_alpha for {name} is {ascii(alpha)[:40]}")
     rank = first.shape[0]
