@@ -82,7 +82,7 @@ def inspect_adapter(own: ModelFolder, inspect: Callable[..., ModelFolder], *, fi
         changes = changes_of(folder) if base.made_by is None and not is_pickled else {}
     except CheckpointError as error:
         return replace(folder, problems=(error.found,))
-    config = {**base.config, **changed_config(base, changes)}
+    config = {**base.config, **(changed_config(base, changes) if changes else {})}
     if config != base.config:
         files = {**files, "config.json": _written(config)}
     notes = (f"an adapter of {base.uri}", *notes)
