@@ -12,8 +12,8 @@ from flows.console.console import OUT, Json, note, print_json, say, table_of
 from resources.environments.environments import ensure_environment
 from resources.errors import BadInput
 from tasks.errors import UnknownBenchmark
+from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.evaluator import evaluator_of
-from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.evaluator import listed_benchmarks, own_benchmarks
 from tasks.spec.benchmark_sets import benchmark_sets, bundled_names
 from tasks.spec.evaluation import EvaluationConfig

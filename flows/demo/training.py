@@ -14,8 +14,7 @@ from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.jobs.jobs import Command, JobRequest, create_environment
 from resources.storage import storage
-from tasks.evaluators.levanter.environment import LEVANTER
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LEVANTER, LM_EVAL
 from tasks.prefect_server.progress import Event
 from tasks.records.record import Record
 from tasks.spec.training import TrainAndEvaluateConfig

@@ -23,9 +23,8 @@ from resources.settings import process_environment, settings
 from resources.storage import storage
 from resources.storage.files import locked
 from tasks.errors import StagingIncomplete
+from tasks.evaluators.environments import HELM, LM_EVAL
 from tasks.evaluators.harness import cache_variables
-from tasks.evaluators.helm.environment import HELM
-from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.offline.shared_copy import MANIFEST, Tree, fill, read_manifest, share
 from tasks.offline.texts import stage_texts, text_source
 from tasks.offline.wanted import PARTS, Wanted, chosen_of, missing_of

@@ -16,7 +16,7 @@ from typing import Any
 from resources.environments.environments import ensure_environment
 from resources.jobs.announcements import announce
 from resources.settings import process_environment, settings
-from tasks.evaluators.levanter.environment import LEVANTER
+from tasks.evaluators.environments import LEVANTER
 
 _PROGRAM = Path(__file__).parent / "programs" / "run_levanter_train.py"
 _JOB_FILE = "job.json"

@@ -51,8 +51,8 @@ from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ensure_environment
 from tasks.checkpoints.discovery import discover
+from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.harness import run_harness
-from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.records.record import find_records
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples

@@ -52,8 +52,8 @@ from resources.backends.local.client import LocalClient
 from resources.environments.environments import ensure_environment
 from resources.jobs.jobs import JobHandle
 from resources.warm.fork_server import WarmProgram
+from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.harness import run_harness, warmed
-from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig

@@ -58,9 +58,7 @@ from side_by_side import (
 )
 
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from tasks.evaluators.alpaca_eval.environment import ALPACA_EVAL
-from tasks.evaluators.helm.environment import HELM
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import ALPACA_EVAL, HELM, LM_EVAL
 from tasks.spec.benchmarks import BUNDLED
 
 SUITE = "demo"

@@ -56,7 +56,7 @@ from pools.pool.session import PoolSession
 from resources.config import size_in_bytes
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import settings
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -56,7 +56,7 @@ from side_by_side import (
 from pools.engine.engines import ENGINES, RELOADING_WORKER, engine_flags
 from pools.engine.launch import free_port
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.spec.benchmarks import BUNDLED
 
 BENCHMARKS = ("demo_facts", "demo_backwards")

@@ -21,7 +21,7 @@ from fakes.gcs import fake_gcs
 from fakes.records import labelled, make_metric
 from fakes.wandb_files import read_offline_run
 from resources.environments.environments import ensure_environment
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.records.cost import Cost, Predicted
 from tasks.records.record import Record, SinkState, note_sinks, read_record
 from tasks.sinks.hugging_face import HuggingFaceSink

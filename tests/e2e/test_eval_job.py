@@ -27,7 +27,7 @@ from fakes.prefect_database import write_prefect_database
 from fakes.tokenizers import write_byte_tokenizer
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment, settings
-from tasks.evaluators.helm.environment import HELM
+from tasks.evaluators.environments import HELM
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
 

@@ -34,7 +34,7 @@ from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.policies.events import CHECKPOINT_COMPLETE, CompleteCheckpoint, emit, send
 from tasks.policies.reconciliation import reconcile
 from tasks.policies.snapshot import take_snapshot

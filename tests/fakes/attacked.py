@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from fakes.evaluators import Commanded
+from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.evaluator import HarnessCommand
 from tasks.evaluators.isolation import ModelCode
-from tasks.evaluators.lm_eval.environment import LM_EVAL
 
 
 def attacked(attack: Path, arguments: tuple[str, ...] = (), code: ModelCode | None = None) -> Commanded:

@@ -18,7 +18,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.deploy.policies import PolicyDeployment, deploy_policy
 from flows.reconcile import load_policy
 from resources.environments.environments import ensure_environment
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 from tasks.records.record import read_records
 from tasks.running.claims.files import claims_folder, read_claims

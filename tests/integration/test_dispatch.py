@@ -41,7 +41,7 @@ from resources.environments.environments import ensure_environment
 from resources.errors import NoUsableWorkPool
 from resources.settings import settings
 from tasks.errors import UnknownBenchmark
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.policies.dispatch import TAG
 from tasks.prefect_server.work_pools import work_pool_states
 from tasks.records.record import read_records

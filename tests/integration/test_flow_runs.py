@@ -33,7 +33,7 @@ from resources.settings import process_environment
 from resources.storage import storage
 from tasks.checkpoints.discovery import discover
 from tasks.errors import GateRefused
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.records.record import Record, read_records, write_record
 from tasks.running.cells import as_served, plan_cells

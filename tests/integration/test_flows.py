@@ -25,7 +25,7 @@ from flows.series import evaluate_checkpoints
 from resources.environments.environments import ensure_environment
 from resources.settings import process_environment
 from tasks.errors import EvaluationInterrupted
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.records.record import SCOPE_NAME, Record, read_records
 from tasks.records.verdicts import find_early
 from tasks.spec.evaluation import EvaluationConfig

@@ -25,9 +25,9 @@ from resources.errors import BadInput
 from resources.settings import process_environment
 from resources.warm.fork_server import WarmProgram
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover_checkpoint
+from tasks.evaluators.environments import LEVANTER
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import read_output, verify_counts, warmed
-from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.levanter.evaluator import EVALUATOR
 from tasks.evaluators.native import NativeEvaluation, NativeProgram
 from tasks.records.samples import SAMPLES_NAME, Sample

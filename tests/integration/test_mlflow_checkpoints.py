@@ -19,7 +19,7 @@ from resources.errors import BadInput, StorageError
 from resources.storage.mlflow_artifacts import pinned
 from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
 from tasks.checkpoints.run_snapshot import expand_runs, snapshot_run
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.records.record import read_records
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.spec.evaluation import EvaluationConfig

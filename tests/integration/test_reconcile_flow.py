@@ -37,8 +37,8 @@ from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import ensure_environment
 from resources.errors import CheckpointError
 from tasks.errors import EvaluationInterrupted, GateRefused
+from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.evaluator import HarnessCommand, Parsed
-from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.policies.reconciliation import reconcile
 from tasks.policies.snapshot import take_snapshot
 from tasks.records.record import Record, read_records

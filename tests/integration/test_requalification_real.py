@@ -17,7 +17,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.series import evaluate_checkpoints
 from resources.environments.environments import ensure_environment
 from resources.settings import with_pinned_lists
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.records.builds import build_of, is_qualified, read_qualifications
 from tasks.records.record import read_records
 from tasks.spec.evaluation import EvaluationConfig

@@ -23,9 +23,9 @@ from resources.backends.local.client import LocalClient
 from resources.environments.environments import ensure_environment
 from resources.settings import process_environment, settings
 from tasks.errors import StagingIncomplete
+from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.evaluators.harness import run_harness, verify_counts
-from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.offline.stage import fill_from, share_staged, stage
 from tasks.offline.wanted import Wanted
 from tasks.spec.evaluation import EvaluationConfig

@@ -26,8 +26,8 @@ from flows import suites as flows
 from resources.environments.environments import ensure_environment
 from resources.settings import deployment_data, settings
 from tasks.errors import UnknownBenchmark
+from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.helm.options import HelmOptions
-from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.evaluator import listed_benchmarks
 from tasks.offline.texts import stage_texts, text_source
 from tasks.records.record import Record

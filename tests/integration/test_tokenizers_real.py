@@ -14,8 +14,7 @@ from fakes.models import write_nano_llama
 from fakes.tokenizers import write_byte_tokenizer
 from resources.environments.environments import ENVIRONMENTS, EnvironmentSpec, ensure_environment
 from resources.settings import process_environment
-from tasks.evaluators.helm.environment import HELM
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import HELM, LM_EVAL
 from tasks.records.record import Record, find_records
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]

@@ -9,7 +9,7 @@ import pytest
 from fakes.benchmark_hub import ask, benchmarks_of_sets, layouts_of, of_each_shape, repositories, served_nano
 from fakes.hub import running_hub
 from resources.environments.environments import ensure_environment
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.spec.benchmark_sets import needs_of
 
 AT_ONCE = 20

@@ -22,8 +22,8 @@ from pools.endpoint import RunningModel
 from resources.errors import BadInput, not_there, unknown
 from resources.storage import storage
 from tasks.errors import UnknownBenchmark
-from tasks.evaluators.alpaca_eval.environment import ALPACA_EVAL
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
+from tasks.evaluators.environments import ALPACA_EVAL
 from tasks.evaluators.evaluator import Evaluator, Parsed, endpoint_of, is_same_endpoint
 from tasks.evaluators.reading import PLAN_NAME, Unanswered, invalid_results, is_unclosed, read_result, require_plan_of
 from tasks.records.details import Asking, BenchmarkDetails

@@ -24,8 +24,8 @@ from resources.errors import BadInput, not_there, unknown
 from resources.settings import settings
 from resources.storage import storage
 from tasks.errors import HarnessFailed, UnknownBenchmark
+from tasks.evaluators.environments import HELM
 from tasks.evaluators.evaluator import Evaluator, Parsed, benchmarks_of
-from tasks.evaluators.helm.environment import HELM
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.helm.runs import (
     HARNESS,

@@ -22,8 +22,8 @@ from resources.errors import BadInput, unknown
 from resources.storage import storage
 from resources.storage.regular_files import open_regular
 from tasks.errors import UnknownBenchmark
+from tasks.evaluators.environments import INSPECT_AI
 from tasks.evaluators.evaluator import Evaluator, Parsed, benchmarks_of, endpoint_of, is_same_endpoint
-from tasks.evaluators.inspect_ai.environment import INSPECT_AI
 from tasks.evaluators.inspect_ai.options import InspectOptions
 from tasks.evaluators.reading import (
     PLAN_NAME,

@@ -16,8 +16,8 @@ from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput
 from resources.settings import settings
 from resources.tpu import largest_single_vm_slice
+from tasks.evaluators.environments import LEVANTER
 from tasks.evaluators.evaluator import Evaluator, Parsed
-from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.evaluators.lm_eval.evaluator import check_benchmarks, own_benchmarks, preload_arguments
 from tasks.evaluators.lm_eval.files import RESULTS_FOLDER

@@ -28,7 +28,7 @@ from flows.deploy.policies import watch_over_flow_runs
 from flows.series import evaluate_checkpoints
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment, settings
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.policies.dispatch import TAG
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 

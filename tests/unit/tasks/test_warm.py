@@ -14,7 +14,7 @@ from pools.engine.launch import VllmLauncher
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, EnvironmentSpec, planned_identity
 from resources.settings import settings
-from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.evaluators.environments import LM_EVAL
 from tasks.running.warm import begun_early, warm_programs
 from tasks.spec.evaluation import EvaluationConfig
 
