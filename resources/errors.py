@@ -27,8 +27,9 @@ class AssayError(Exception):
     kinds: ClassVar[dict[str, type[AssayError]]] = {}
     """Its subclasses by name, as far as their modules are imported."""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, *, record_status: RecordStatus | None = None, exit_code: int | None = None) -> None:
         AssayError.kinds[cls.__name__] = cls
+        cls.record_status, cls.exit_code = record_status or cls.record_status, exit_code or cls.exit_code
 
     def __init__(self, *, expected: str, found: str, remedy: str) -> None:
         super().__init__(expected, found, remedy)
@@ -57,11 +58,8 @@ def error_of(values: Mapping[str, Any]) -> AssayError:
     return known(expected=str(values["expected"]), found=str(values["found"]), remedy=str(values["remedy"]))
 
 
-class BadInput(AssayError):
+class BadInput(AssayError, record_status="failed", exit_code=3):
     """The request is wrong on any machine: a config, a path, a name."""
-
-    record_status = "failed"
-    exit_code = 3
 
 
 def exclusive(first: str, second: str, remedy: str = "leave one of them out") -> BadInput:
@@ -97,10 +95,8 @@ class IncompleteCheckpoint(CheckpointError):
     """A checkpoint is still being written, or its writing was cut off."""
 
 
-class CheckpointGone(IncompleteCheckpoint):
+class CheckpointGone(IncompleteCheckpoint, record_status="gone"):
     """A checkpoint's folder was removed, as by trainers that keep the newest few; no failure, and not tried again."""
-
-    record_status = "gone"
 
 
 class UnsatisfiableResources(BadInput):
@@ -175,11 +171,8 @@ class EngineDied(AssayError):
     """A replica that had answered is gone, and its restarts are used up."""
 
 
-class ModelUnusable(AssayError):
+class ModelUnusable(AssayError, record_status="failed", exit_code=1):
     """The engine is up, but its weights give no usable numbers."""
-
-    record_status = "failed"
-    exit_code = 1
 
 
 class SwapRefused(AssayError):

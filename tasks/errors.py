@@ -37,11 +37,8 @@ class BenchmarksChanged(AssayError):
     """Benchmarks, or files that they name, differ from their state when their evaluation was planned."""
 
 
-class HarnessFailed(AssayError):
+class HarnessFailed(AssayError, record_status="failed", exit_code=1):
     """The evaluator's process ended with an error of its own."""
-
-    record_status = "failed"
-    exit_code = 1
 
 
 class HarnessInterrupted(AssayError):
@@ -52,68 +49,44 @@ class HarnessOutputInvalid(AssayError):
     """The evaluator exited normally, but left no readable results."""
 
 
-class CountsDisagree(AssayError):
+class CountsDisagree(AssayError, record_status="withheld", exit_code=1):
     """The counts of requested, answered and scored samples differ: the score is withheld."""
 
-    record_status = "withheld"
-    exit_code = 1
 
-
-class GraderFailed(AssayError):
+class GraderFailed(AssayError, record_status="withheld", exit_code=1):
     """A benchmark's grader scores right answers no better than an empty answer: the score is withheld."""
 
-    record_status = "withheld"
-    exit_code = 1
 
-
-class AnswersCutOff(AssayError):
+class AnswersCutOff(AssayError, record_status="withheld", exit_code=1):
     """More answers ended at the length limit than allowed: the score is withheld."""
-
-    record_status = "withheld"
-    exit_code = 1
 
 
 class SinkFailed(AssayError):
     """A sink is unreachable when an evaluation begins, or rejected a record; the record remains valid."""
 
 
-class EvaluationIncomplete(AssayError):
+class EvaluationIncomplete(AssayError, record_status="failed", exit_code=1):
     """Requested cells have no succeeded record: the model, a benchmark or the counts were at fault."""
-
-    record_status = "failed"
-    exit_code = 1
 
 
 class StagingIncomplete(AssayError):
     """Data could not be fetched for workers without a network, or does not load on them."""
 
 
-class TooManyErrors(AssayError):
+class TooManyErrors(AssayError, record_status="failed", exit_code=1):
     """More prompts of a generation failed than allowed; finished answers are kept."""
 
-    record_status = "failed"
-    exit_code = 1
 
-
-class GateRefused(AssayError):
+class GateRefused(AssayError, record_status="failed", exit_code=1):
     """A gate returns NO-GO: a score is too low, worse than its baseline, or missing."""
 
-    record_status = "failed"
-    exit_code = 1
 
-
-class RecordsChanged(AssayError):
+class RecordsChanged(AssayError, record_status="failed", exit_code=1):
     """Records, or their samples, were changed after they were written."""
 
-    record_status = "failed"
-    exit_code = 1
 
-
-class NumbersChanged(AssayError):
+class NumbersChanged(AssayError, record_status="failed", exit_code=1):
     """Other versions of engine, harness or data give other numbers for the same checkpoint."""
-
-    record_status = "failed"
-    exit_code = 1
 
 
 class EvaluationInterrupted(AssayError):
