@@ -6,14 +6,13 @@ configuration of the evaluation, and the harness's own configuration.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
@@ -25,6 +24,7 @@ import yaml
 from pydantic import field_validator
 
 from resources.storage import storage
+from resources.storage.files import locked
 from tasks.errors import SinkFailed
 from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import (
@@ -136,7 +136,7 @@ def send(announcement: Announcement, sink: MlflowSink) -> str:
 
     with _explained(sink):
         folder = local_folder(sink.tracking_uri)
-        with _one_at_a_time(folder):
+        with locked(Path(folder, ".making"), waiting=lambda: None) if folder is not None else nullcontext():
             client = MlflowClient(tracking_uri=client_uri(sink.tracking_uri))
         experiment = _experiment(client, sink)
         parent = _parent(client, experiment, announcement, sink)
@@ -157,17 +157,6 @@ def send(announcement: Announcement, sink: MlflowSink) -> str:
     if folder is not None:
         return str(shown.info.artifact_uri)
     return f"{sink.tracking_uri}/#/experiments/{experiment}/runs/{shown.info.run_id}"
-
-
-@contextmanager
-def _one_at_a_time(folder: str | None) -> Iterator[None]:
-    if folder is None:
-        yield
-        return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with Path(folder, ".making").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _experiment(client: MlflowClient, sink: MlflowSink) -> str:
