@@ -242,22 +242,12 @@ class ShownPrompt:
     answers: tuple[Sequence[Row], ...]
 
 
-def samples_uri(config: GenerationConfig) -> str:
-    """Returns the path of the page."""
-    return storage.join(storage.absolute(config.output_path), f"samples-{config.run_name}.html")
-
-
-def shown_prompts(plan: PromptPlan) -> list[int]:
-    """Returns the numbers of the shown prompts: a random sample, deterministic for the same prompts."""
-    return sorted(random.Random(plan.digest).sample(range(plan.prompts), min(SHOWN_PROMPTS, plan.prompts)))
-
-
 def write_samples_page(config: GenerationConfig, plan: PromptPlan, written: Sequence[WrittenBy]) -> str:
-    """Writes the page once all answers are written, and returns its path."""
-    numbers = shown_prompts(plan)
+    """Writes the page once all answers are written, and returns its path; the same prompts give the same sample."""
+    numbers = sorted(random.Random(plan.digest).sample(range(plan.prompts), min(SHOWN_PROMPTS, plan.prompts)))
     drawn = [_rows(checkpoint.output, plan, numbers) for checkpoint in written]
     prompts = [_shown(number, [rows.get(number, []) for rows in drawn], chat=config.prompts.chat) for number in numbers]
-    uri = samples_uri(config)
+    uri = storage.join(storage.absolute(config.output_path), f"samples-{config.run_name}.html")
     storage.write_bytes(uri, rendered(config, plan, written, prompts).encode())
     return uri
 
@@ -266,7 +256,7 @@ def rendered(
     config: GenerationConfig, plan: PromptPlan, written: Sequence[WrittenBy], prompts: Sequence[ShownPrompt]
 ) -> str:
     """Returns the page. It has no scripts and loads nothing; prompts and answers are escaped."""
-    templates = Environment(loader=PackageLoader("tasks.generation", "pages"), autoescape=True,
+    templates = Environment(loader=PackageLoader("tasks.reports"), autoescape=True,
                             undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     templates.filters |= {"clipped": _clipped, "pretty": _pretty}
     return templates.get_template("samples.html.j2").render(
