@@ -335,20 +335,14 @@ class JobFile(Config):
 
 def advice(job: JobFile) -> list[str]:
     """Returns warnings about valid settings that are probably mistakes."""
-    warnings = []
+    warnings, path = [], job.request.evaluation_path
     if job.image_tag == "latest":
         warnings.append("image_tag: latest is another image tomorrow; name a commit or a digest (sha256:…)")
     if (problem := only_here(job)) is not None:
         warnings.append(f"{problem}, so the job runs only here: assay eval-job run FILE --local")
-    elif not keeps_records(job):
+    elif "evaluation_path" not in job.request.model_fields_set or path is None or storage.is_local(path):
         warnings.append("evaluation_path is unset: records end with the pod, and only MLflow keeps the results")
     return warnings
-
-
-def keeps_records(job: JobFile) -> bool:
-    """Returns True if the records outlive the pod."""
-    path = job.request.evaluation_path
-    return "evaluation_path" in job.request.model_fields_set and path is not None and not storage.is_local(path)
 
 
 def only_here(job: JobFile) -> str | None:

@@ -159,8 +159,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _as_block)
+_TEXT = "tag:yaml.org,2002:str"
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(_TEXT, text, style="|" if "\n" in text else None)
+)

@@ -61,16 +61,10 @@ class WantedScore:
         return self.scale * (unit if self.higher_is_better else 1 - unit)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "metric": self.metric,
-            "bound": self.bound,
-            "mirrored": not self.higher_is_better,
-            "questions": self.questions,
-            "shares": self.shares,
-            "predictions": self.predictions,
-            "threshold": self.expected - self.margin / self.scale,
-            "alpha": self.alpha,
-        }
+        same = ("metric", "bound", "questions", "shares", "predictions", "alpha")
+        threshold = self.expected - self.margin / self.scale
+        own = {name: getattr(self, name) for name in same}
+        return {**own, "mirrored": not self.higher_is_better, "threshold": threshold}
 
 
 @dataclass(frozen=True)
@@ -173,15 +167,10 @@ def _undecided(problem: str) -> CountsDisagree:
 def _score(score: WantedScore, decision: early.EarlyDecision) -> EarlyScore:
     assert decision.word is not None, "decided"
     estimate, *ends = map(score.on_its_scale, decision.estimate())
+    same = ("benchmark", "metric", "rule", "baseline", "margin", "higher_is_better", "alpha")
     return EarlyScore(
-        benchmark=score.benchmark,
-        metric=score.metric,
-        rule=score.rule,
-        baseline=score.baseline,
+        **{name: getattr(score, name) for name in same},
         baseline_value=score.on_its_scale(score.expected),
-        margin=score.margin,
-        higher_is_better=score.higher_is_better,
-        alpha=score.alpha,
         verdict=decision.word,
         asked=decision.asked,
         questions=decision.questions,

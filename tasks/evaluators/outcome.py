@@ -12,17 +12,7 @@ from pathlib import Path
 from tasks.evaluators.evaluator import Parsed
 from tasks.records.details import BenchmarkDetails
 from tasks.records.record import Metric
-from tasks.records.samples import (
-    LENGTH,
-    Question,
-    Questions,
-    Sample,
-    agrees,
-    question_of,
-    scale_of,
-    scores_in,
-    write_samples,
-)
+from tasks.records.samples import LENGTH, Question, Sample, agrees, question_of, scale_of, scores_in, write_samples
 from tasks.verdicts.statistics.composition import with_interval
 
 
@@ -38,7 +28,12 @@ def with_samples(parsed: Parsed, samples: Iterable[Sample], path: Path) -> Parse
     number = write_samples(path, noted())
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    metrics = tuple(_with_proof(metric, questions, parsed.metrics) for metric in parsed.metrics)
+    metrics = tuple(
+        with_interval(metric, questions, parsed.metrics).model_copy(
+            update={"recomputed": agrees(metric, questions, parsed.metrics)}
+        )
+        for metric in parsed.metrics
+    )
     details = {
         benchmark: _completed(parsed.details.get(benchmark), asked, [m for m in metrics if m.benchmark == benchmark])
         for benchmark, asked in questions.items()
@@ -46,11 +41,6 @@ def with_samples(parsed: Parsed, samples: Iterable[Sample], path: Path) -> Parse
     return replace(
         parsed, metrics=metrics, details={**parsed.details, **details}, samples=number, samples_digest=digest
     )
-
-
-def _with_proof(metric: Metric, questions: Questions, metrics: Sequence[Metric]) -> Metric:
-    measured = with_interval(metric, questions, metrics)
-    return measured.model_copy(update={"recomputed": agrees(metric, questions, metrics)})
 
 
 def _completed(

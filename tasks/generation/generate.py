@@ -91,7 +91,10 @@ def plan_generation(config: GenerationConfig) -> PlannedGeneration:
     """Reads prompts and checkpoints, and raises for bad input before anything is started."""
     if deployment.id:
         check_deployed_paths([*config.prompts.files, config.output_path, *filter(None, [config.model_path])])
-    config = _as_served(config)
+    if config.pool_config is not None:
+        config = config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
+    elif config.pool_name is not None:
+        access_of(config.pool_name, config.pool_key_block)
     storage.check_writable(config.output_path)
     if config.pool_config is not None:
         current_client().check_resources(config.pool_config.resource_config.by_machine())
@@ -106,14 +109,6 @@ def plan_generation(config: GenerationConfig) -> PlannedGeneration:
         f"{how_many(len(targets), 'checkpoint')}, {how_many(planned.answers * len(targets), 'answer')}"
     )
     return planned
-
-
-def _as_served(config: GenerationConfig) -> GenerationConfig:
-    if config.pool_config is not None:
-        return config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
-    assert config.pool_name is not None
-    access_of(config.pool_name, config.pool_key_block)
-    return config
 
 
 def _checkpoints(config: GenerationConfig) -> list[tuple[str, Checkpoint]]:

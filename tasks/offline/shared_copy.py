@@ -108,7 +108,11 @@ def fill(tree: Tree, uri: str, *, is_included: Callable[[str], bool]) -> int:
         tree.check(relative)
     for relative, points_to in links.items():
         tree.check(relative, points_to=points_to)
-    missing = {relative: file for relative, file in files.items() if _size(tree.local(relative)) != file["bytes"]}
+    missing = {
+        relative: file
+        for relative, file in files.items()
+        if not (path := tree.local(relative)).is_file() or path.stat().st_size != file["bytes"]
+    }
     shared = {file.uri: file for file in storage.list_files(uri)} if missing else {}
 
     def fetch(relative: str) -> None:
@@ -152,7 +156,3 @@ def _damaged(uri: str, relative: str, content: str) -> StorageError:
         found=content,
         remedy="make a new shared copy with `assay stage --target`",
     )
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None

@@ -52,7 +52,8 @@ def wanted_by(suites: Sequence[Suite], *, tokenizers: Sequence[str] = ()) -> Wan
         helm=dict(
             _run_entries(evaluation, evaluation.evaluator)
             for evaluation in evaluations
-            if isinstance(evaluation.evaluator, HelmOptions) and _is_fetched(evaluation)
+            if isinstance(evaluation.evaluator, HelmOptions)
+            and not bundled_names().issuperset(task.name for task in evaluation.evals)
         ),
     )
 
@@ -99,10 +100,6 @@ def _asks_official_set(evaluation: SuiteEvaluation) -> bool:
     if not isinstance(options, AlpacaEvalOptions) or options.instructions_path is not None:
         return False
     return any(task.name == "alpaca_eval" for task in evaluation.evals)
-
-
-def _is_fetched(evaluation: SuiteEvaluation) -> bool:
-    return not bundled_names().issuperset(task.name for task in evaluation.evals)
 
 
 def _run_entries(evaluation: SuiteEvaluation, options: HelmOptions) -> tuple[str, dict[str, Any]]:

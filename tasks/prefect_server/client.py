@@ -163,25 +163,27 @@ _LOOK_SECONDS = 1.0
 
 
 @contextmanager
-def accelerators_reserved(resources: ResourceConfig, *, limit_name: str = ACCELERATOR_LIMIT) -> Iterator[None]:
+def accelerators_reserved(resources: ResourceConfig) -> Iterator[None]:
     """Reserves a slot of the limit for each chip of all replicas; waits until the slots are free. Slots of a killed
     process expire after two minutes. An unreachable server during the block ends nothing. Without a server there is no
     limit."""
     chips = resources.chip_count()
-    slots = _slots(limit_name) if chips and (server_named() or embedded_address()) else None
+    slots = _slots() if chips and (server_named() or embedded_address()) else None
     if slots is None:
         yield
         return
     if chips > slots:
         raise UnsatisfiableResources(
-            expected=f"at most {slots} accelerators, which the limit {limit_name} of the Prefect server leaves",
+            expected=f"at most {slots} accelerators, which the limit {ACCELERATOR_LIMIT} of the Prefect server leaves",
             found=f"{chips} in {resources.replicas} replicas",
             remedy=f"ask for fewer, or: assay work-pools apply --accelerators {chips}",
         )
     report_event(f"reserving {chips} of {slots} accelerators")
     done = False
     try:
-        with concurrency(limit_name, occupy=chips, lease_duration=_LEASE_SECONDS, raise_on_lease_renewal_failure=False):
+        with concurrency(
+            ACCELERATOR_LIMIT, occupy=chips, lease_duration=_LEASE_SECONDS, raise_on_lease_renewal_failure=False
+        ):
             yield
             done = True
     except (httpx.HTTPError, RuntimeError) as error:
@@ -220,16 +222,16 @@ def accelerators_reserved_until(ended: Callable[[], bool], resources: ResourceCo
             holder.join()
 
 
-def limit_accelerators(slots: int, *, limit_name: str = ACCELERATOR_LIMIT) -> None:
+def limit_accelerators(slots: int) -> None:
     """Creates or changes the limit; held slots stay held."""
     with prefect_client() as client:
-        client.upsert_global_concurrency_limit_by_name(limit_name, slots)
+        client.upsert_global_concurrency_limit_by_name(ACCELERATOR_LIMIT, slots)
 
 
-def _slots(limit_name: str) -> int | None:
+def _slots() -> int | None:
     with prefect_client() as client:
         try:
-            limit = client.read_global_concurrency_limit_by_name(limit_name)
+            limit = client.read_global_concurrency_limit_by_name(ACCELERATOR_LIMIT)
         except ObjectNotFound:
             return None
     return limit.limit if limit.active else None

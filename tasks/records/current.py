@@ -33,7 +33,8 @@ def current_records(records: Sequence[Record]) -> list[Record]:
     kept = [
         record
         for (asked, _), record in newest.items()
-        if record.succeeded or not any(_replaces(later, record) for later in successes[asked])
+        if record.succeeded
+        or not any(s.created >= record.created and (is_full(s) or not is_full(record)) for s in successes[asked])
     ]
     return sorted(kept, key=lambda record: (apart(record.checkpoint).run, record.checkpoint.order))
 
@@ -45,10 +46,6 @@ def newest_settings(records: Sequence[Record]) -> list[Record]:
     for record in sorted(records, key=lambda record: (is_full(record), record.created)):
         newest[apart(record.checkpoint).name, record.evaluator, record.benchmarks] = record
     return list(newest.values())
-
-
-def _replaces(later: Record, record: Record) -> bool:
-    return later.created >= record.created and (is_full(later) or not is_full(record))
 
 
 def told_apart(checkpoints: Iterable[CheckpointReference]) -> Callable[[CheckpointReference], CheckpointReference]:

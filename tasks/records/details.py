@@ -40,12 +40,6 @@ def _path_part(name: str) -> str:
     return name
 
 
-def _inner_path(path: str) -> str:
-    for part in path.split("/"):
-        _path_part(part)
-    return path
-
-
 def bounded(value: _Value) -> _Value:
     """Raises `ValueError` for numbers too large for readers to add, multiply and store; allows NaN and infinities."""
     if isinstance(value, int | float) and (2**63 if isinstance(value, int) else 1e70) <= abs(value) < math.inf:
@@ -75,7 +69,7 @@ Described = Annotated[dict[str, Any], AfterValidator(_described)]
 """Settings or facts as JSON, with objects, lists and numbers where readers of records expect them."""
 PathPart = Annotated[str, AfterValidator(_path_part)]
 """Name of a file or folder that cannot lead out of its folder."""
-InnerPath = Annotated[str, AfterValidator(_inner_path)]
+InnerPath = Annotated[str, AfterValidator(lambda path: "/".join(map(_path_part, path.split("/"))))]
 """Path that stays below a folder."""
 Timestamp = Annotated[float, Field(ge=0, lt=253402300800)]
 """Time in seconds since the epoch, before the year 10000."""
@@ -251,13 +245,11 @@ def together(parts: Sequence[BenchmarkDetails]) -> BenchmarkDetails | None:
     if not parts:
         return None
     at_limit = [part.at_limit for part in parts if part.at_limit is not None]
+    summed = ("questions", "truncated", "skipped", "unclosed")
     return BenchmarkDetails(
-        questions=sum(part.questions for part in parts),
-        truncated=sum(part.truncated for part in parts),
-        skipped=sum(part.skipped for part in parts),
+        **{name: sum(getattr(part, name) for part in parts) for name in summed},
         finish_reasons=dict(sum((Counter(part.finish_reasons) for part in parts), Counter())),
         at_limit=sum(at_limit) if at_limit else None,
-        unclosed=sum(part.unclosed for part in parts),
     )
 
 

@@ -62,10 +62,6 @@ def _at(path: str) -> Callable[[Measured], Any]:
     return read
 
 
-def _of_split(name: str) -> Callable[[Measured], Any]:
-    return lambda row: row.split.get(name)
-
-
 COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
     "run": ("text", _at("record.checkpoint.run")),
     "step": ("whole", lambda row: row.record.checkpoint.step if row.record.checkpoint.label is None else None),
@@ -89,7 +85,7 @@ COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
     "at_limit": ("whole", _at("details.at_limit")),
     "completed_value": ("number", _at("completed")),
     "max_eval_instances": ("whole", lambda row: row.record.evaluation.get("max_eval_instances")),
-    **{name: (kind, _of_split(name)) for name, kind in SPLIT_COLUMNS.items()},
+    **{name: (kind, lambda row, name=name: row.split.get(name)) for name, kind in SPLIT_COLUMNS.items()},
     "evaluation_hash": ("text", _at("record.evaluation_hash")),
     "integrity": ("text", lambda row: integrity(row.record)),
     "digest": ("text", _at("record.checkpoint.digest")),

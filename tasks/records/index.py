@@ -126,7 +126,7 @@ def indexed_records(run_folder: str, *, use_index: bool = True, now: Callable[[]
     if short is not None and use_index and _is_trusted(began - short["compared"], took=short["took"]):
         return _with_news(records, run_folder, since=short["compared"])
     stamps = dict(record_stamps(run_folder))
-    signature = _signature(stamps)
+    signature = hashlib.blake2b(marshal.dumps(list(stamps.items()), 2), digest_size=16).hexdigest()
     unchanged = short is not None and short["stamps"] == signature
     summary = short if short is not None and unchanged else _summary(_updated_rows(run_folder, stamps))
     if stamps or short is not None:
@@ -136,10 +136,6 @@ def indexed_records(run_folder: str, *, use_index: bool = True, now: Callable[[]
                 if file.modified < began - _NEWS_KEPT_SECONDS:
                     storage.delete(file.uri)
     return records if summary is short else _from_summary(summary)
-
-
-def _signature(stamps: Mapping[str, Stamp]) -> str:
-    return hashlib.blake2b(marshal.dumps(list(stamps.items()), 2), digest_size=16).hexdigest()
 
 
 def _updated_rows(run_folder: str, stamps: Mapping[str, Stamp]) -> list[IndexedRecord]:

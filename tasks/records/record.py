@@ -251,11 +251,6 @@ def _replaceable(uri: str, content: bytes) -> Record | None:
     return None
 
 
-def _parsed_record(content: bytes, cell_uri: str) -> Record | None:
-    record = _read_in(content, cell_uri)
-    return record if isinstance(record, Record) else None
-
-
 def write_record(cell_uri: str, record: Record) -> Record:
     """Publishes the outcome of a cell and returns it, unless the cell has a success already: then returns that."""
     uri = record_uri(cell_uri)
@@ -267,17 +262,13 @@ def write_record(cell_uri: str, record: Record) -> Record:
         if record.status == "infra_failed":
             earlier = (before.infra_failures or 0) if before and before.status == "infra_failed" else 0
             record = record.model_copy(update={"infra_failures": earlier + (0 if record.interrupted else 1)})
-        record = _with_earlier_cost(record, before)
+        if before is not None and before.attempt != record.attempt:
+            cost = record.cost.model_copy(update={"earlier": before.spent})
+            record = record.model_copy(update={"cost": cost})
         record = record.model_copy(update={"digests": seal(record)})
         content = record.model_dump_json(indent=2).encode()
         if storage.create_bytes(uri, content) if standing is None else replace_bytes(uri, content, standing=standing):
             return record
-
-
-def _with_earlier_cost(record: Record, before: Record | None) -> Record:
-    if before is None or before.attempt == record.attempt:
-        return record
-    return record.model_copy(update={"cost": record.cost.model_copy(update={"earlier": before.spent})})
 
 
 def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:
@@ -285,8 +276,10 @@ def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:
     uri = record_uri(cell_uri)
     while True:
         standing = read_version(uri)
-        record = _parsed_record(standing.content, cell_uri) if standing is not None else None
-        if standing is None or record is None or not states:
+        record = _read_in(standing.content, cell_uri) if standing is not None else None
+        if standing is None or not isinstance(record, Record):
+            return None
+        if not states:
             return record
         noted = record.model_copy(update={"sinks": {**record.sinks, **states}})
         if replace_bytes(uri, noted.model_dump_json(indent=2).encode(), standing=standing):

@@ -69,11 +69,12 @@ class RecordFilter:
 
     def _means(self, record: Record) -> bool:
         step = record.checkpoint.step if record.checkpoint.label is None else math.nan  # neither above nor below
+        names = {record.evaluator, evaluator_title(record.evaluator).lower()}
         return (
             _matches(record.checkpoint.run, self.runs)
             and (self.first_step is None or step >= self.first_step)
             and (self.last_step is None or step <= self.last_step)
-            and _is_evaluator(record.evaluator, self.evaluators)
+            and (not self.evaluators or not names.isdisjoint(map(str.lower, self.evaluators)))
             and (not self.tags or any(_matches(tag, self.tags) for tag in record.tags))
             and (
                 any(self.takes(metric.benchmark, metric.name) for metric in record.metrics)
@@ -92,10 +93,6 @@ def _check(field: str, given: Sequence[str], known: Sequence[str]) -> None:
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _is_evaluator(name: str, evaluators: Sequence[str]) -> bool:
-    return not evaluators or bool({name, evaluator_title(name).lower()} & {text.lower() for text in evaluators})
 
 
 def found_below(evaluation_path: str, record: Record) -> FoundRecord:

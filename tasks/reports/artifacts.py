@@ -22,6 +22,7 @@ from tasks.spec.names import artifact_key
 
 REPORT_NAME = "report.html"
 _REASON_CHARACTERS = 160
+_ROUNDED = ("value", "stderr", "low", "high", "training_noise")
 _KEY_PART_CHARACTERS = 120  # a whole key has at most 512
 _DESCRIPTION_CHARACTERS = 2500  # Prefect's limit for an asset
 _GOOGLE_FOLDERS = "https://console.cloud.google.com/storage/browser"
@@ -129,7 +130,7 @@ def table_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     rows = [
         {
             **row,
-            **{name: _short(row[name]) for name in ("value", "stderr", "low", "high", "training_noise")},
+            **{name: float(f"{row[name]:.6g}") for name in _ROUNDED if row[name] is not None},
             "remarks": ", ".join(row["remarks"]),
             "reason": _in_a_line(row["reason"]),
         }
@@ -153,10 +154,6 @@ def browser_address(place: str) -> str:
     path = quote(place.removeprefix("gs://"))
     page = place.endswith(".html")
     return f"https://storage.cloud.google.com/{path}" if page else f"{_GOOGLE_FOLDERS}/{path}"
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
 
 
 def _in_a_line(reason: str | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -82,8 +81,8 @@ def _notes(comparison: Comparison) -> list[str]:
         if metric.pairing and units is not None and units < metric.pairing.pairs:
             notes.append(f"{metric.benchmark} · {metric.metric}: tested by {units:,} clusters of questions.")
     for why in dict.fromkeys(metric.unpaired_because for metric in metrics if metric.unpaired_because):
-        concerned = [metric for metric in metrics if metric.unpaired_because == why]
-        notes.append(f"Not paired ({why}): {_names(concerned)}.")
+        concerned = [f"{metric.benchmark} · {metric.metric}" for metric in metrics if metric.unpaired_because == why]
+        notes.append(f"Not paired ({why}): {', '.join(concerned)}.")
     for metric in metrics:
         alone = metric.pairing
         if alone and (alone.only_first or alone.only_second):
@@ -120,27 +119,11 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _metric_json(metric: ComparedMetric) -> dict[str, Any]:
-    names = [field.name for field in fields(Pairing)]
-    return {
-        "evaluator": metric.evaluator,
-        "benchmark": metric.benchmark,
-        "metric": metric.metric,
-        "higher_is_better": metric.higher_is_better,
-        "first": metric.first,
-        "second": metric.second,
-        "recorded": list(metric.recorded),
-        "n": list(metric.n),
-        **{name: getattr(metric.pairing, name, None) for name in names},
-        "unpaired_because": metric.unpaired_because,
-        **asdict(metric.finding),
-        "freedom": metric.finding.freedom if math.isfinite(metric.finding.freedom) else None,
-        "adjusted_p": metric.adjusted_p,
-        "verdict": metric.verdict,
-    }
-
-
-def _names(metrics: Sequence[ComparedMetric]) -> str:
-    return ", ".join(f"{metric.benchmark} · {metric.metric}" for metric in metrics)
+    own = {**asdict(metric), "recorded": list(metric.recorded), "n": list(metric.n)}
+    pairing, finding = own.pop("pairing"), own.pop("finding")
+    finding["freedom"] = finding["freedom"] if math.isfinite(finding["freedom"]) else None
+    counts = pairing or dict.fromkeys(field.name for field in fields(Pairing))
+    return {**own, **counts, **finding, "verdict": metric.verdict}
 
 
 def _short(label: str) -> str:

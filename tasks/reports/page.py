@@ -70,14 +70,11 @@ def results_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "metric": column.metric,
             "smooth": column.smooth,
             "settings": column.settings,
-            "value": outcome.metric.value if outcome.metric else None,
-            "stderr": outcome.metric.stderr if outcome.metric else None,
-            "low": outcome.metric.low if outcome.metric else None,
-            "high": outcome.metric.high if outcome.metric else None,
+            **{name: getattr(outcome.metric, name, None) for name in ("value", "stderr", "low", "high")},
             "training_noise": noises[column][checkpoint.run].noise.stddev
             if outcome.metric and checkpoint.run in noises[column]
             else None,
-            "n": outcome.metric.n if outcome.metric else None,
+            "n": getattr(outcome.metric, "n", None),
             "remarks": remarks_on(outcome),
             "integrity": integrity(outcome.record),
             "status": outcome.record.status,

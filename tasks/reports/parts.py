@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from resources.errors import StorageError
 from resources.storage import storage
-from tasks.records.cost import Spent, sum_of
+from tasks.records.cost import Cost, Spent, sum_of
 from tasks.records.details import integrity
 from tasks.records.numbers import NOTHING, evaluator_place, measured
 from tasks.records.record import CheckpointReference, Counts, FoundRecord, Record
@@ -50,8 +49,7 @@ class Group(NamedTuple):
     record_names: str
 
 
-@dataclass(frozen=True)
-class EarlyPart:
+class EarlyPart(NamedTuple):
     """An early verdict on a score; `newest` is True for the last checkpoint of its run with a verdict.
 
     `whole` is the result of a full evaluation since then, None without it; `agrees` is None if it has no usable score.
@@ -199,8 +197,7 @@ _SHOWN_QUESTIONS = 20
 _PROMPT_CHARACTERS = 160
 
 
-@dataclass(frozen=True)
-class LostQuestions:
+class LostQuestions(NamedTuple):
     """Questions with a worse score than before the drop: numbers lost and won of all `asked` in both, and examples."""
 
     lost: int
@@ -210,8 +207,7 @@ class LostQuestions:
     """Name and first line of each listed question."""
 
 
-@dataclass(frozen=True)
-class AlertPart:
+class AlertPart(NamedTuple):
     """An alert on the page; `lost` is the reason if lost questions are unknown."""
 
     alert: Alert
@@ -318,11 +314,12 @@ class _CostRow(NamedTuple):
 def cost_part(records: Sequence[Record]) -> dict[str, Any]:
     """Returns predicted and actual cost of some records, formatted, with price lists and reasons for unknown prices."""
     whys = [record.cost.why_unknown for record in records]
+    priced = [record.cost for record in records if record.cost.usd_per_hour is not None and record.cost.as_of]
     return {
         "total": _row("all", records),
         "checkpoints": _rows(records, lambda record: record.checkpoint.name),
         "evaluations": _rows(records, _evaluation),
-        "lists": list(dict.fromkeys(filter(None, map(_list_of, records)))),
+        "lists": list(dict.fromkeys(map(_list_of, priced))),
         "unknown": [f"{how_many(whys.count(why), 'cell')}: {why}" for why in dict.fromkeys(filter(None, whys))],
     }
 
@@ -366,9 +363,6 @@ def _amount(seconds: float, usd: float | None) -> str:
     return f"{seconds:,.1f} s" + (f", {usd:.3g} USD" if usd is not None else "")
 
 
-def _list_of(record: Record) -> str | None:
-    cost = record.cost
-    if cost.usd_per_hour is None or cost.as_of is None:
-        return None
+def _list_of(cost: Cost) -> str:
     place = f"{cost.zone or cost.region}, {'preemptible' if cost.preemptible else 'on demand'}"
     return f"{cost.usd_per_hour:.2f} USD an hour of a replica in {place}: {cost.source or 'no source'}, {cost.as_of}"

@@ -315,16 +315,16 @@ _COUNTED: dict[str, Callable[[BenchmarkDetails], int | None]] = {
 
 def notes(results: Results, columns: Sequence[Column]) -> list[str]:
     """Returns the notes on the numbers in some columns, a line each, most severe first."""
-    lines = [f"{CHANGED} {_named(record)}: {seal}" for record in results.records if (seal := broken_seal(record))]
+    lines = [
+        f"{CHANGED} {record.checkpoint.name}, {', '.join(record.benchmarks)}: {seal}"
+        for record in results.records
+        if (seal := broken_seal(record))
+    ]
     for change, names in _by_change(results, columns).items():
         lines.append(f"{NOTED} {in_few_words(names)} from {change.run} step {change.step:,}: {change.text}")
     lines += [f"{NOTED} {line}" for line in dict.fromkeys(line for column in columns for line in _on(results, column))]
     lines += [f"{NOTED} {note}" for note in dict.fromkeys(n for record in results.records for n in _facts(record))]
     return lines
-
-
-def _named(record: Record) -> str:
-    return f"{record.checkpoint.name}, {', '.join(record.benchmarks)}"
 
 
 def _by_change(results: Results, columns: Sequence[Column]) -> dict[BuildChange, list[str]]:

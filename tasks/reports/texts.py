@@ -86,16 +86,6 @@ def served(record: Record) -> str:
     return " ".join(filter(None, [how, took, f"({why})" if why else "", flat(facts) if facts else ""])) or NOTHING
 
 
-def _code(record: Record) -> str:
-    if record.git_commit is None:
-        return "not in a repository"
-    return record.git_commit[:12] + (" with uncommitted changes" if record.git_dirty else "")
-
-
-def _device(record: Record) -> dict[str, Any]:
-    return {"engine on": record.served["device"]} if record.served.get("device") else {}
-
-
 def _asked_so(record: Record) -> dict[str, Any]:
     asking, details = record.asking, record.details.items()
     facts = {
@@ -118,10 +108,17 @@ PROVENANCE: dict[str, Callable[[Record], Any]] = {
     "Merged": lambda record: how_merged(record.checkpoint),
     "Judge": judge_of,
     "Evaluation hash": lambda record: record.evaluation_hash,
-    "Code": _code,
+    "Code": lambda record: (
+        f"{record.git_commit[:12]}{' with uncommitted changes' if record.git_dirty else ''}"
+        if record.git_commit is not None
+        else "not in a repository"
+    ),
     "Versions": lambda record: {name: version for name, version in record.versions.items() if name not in _JUDGED},
     "Engine": engine_of,
-    "Hardware": lambda record: {**record.hardware, **_device(record)},
+    "Hardware": lambda record: {
+        **record.hardware,
+        **({"engine on": device} if (device := record.served.get("device")) else {}),
+    },
     "Asked": _asked_so,
     "Records": lambda record: _INTEGRITY[integrity(record)],
     "Tags": lambda record: list(record.tags),

@@ -52,14 +52,12 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
 
 def secrets_of_blocks(names: Mapping[str, str | None]) -> dict[str, str]:
     """Returns the content of Prefect's Secret blocks by variable, for variables with a block."""
-    return {variable: _secret(name) for variable, name in names.items() if name is not None}
-
-
-def _secret(name: str) -> str:
+    named = {variable: name for variable, name in names.items() if name is not None}
+    if not named:  # without the import, which takes seconds
+        return {}
     from prefect.blocks.system import Secret
 
-    value = loaded_block(Secret, name).get()
-    return value if isinstance(value, str) else str(value)
+    return {variable: str(loaded_block(Secret, name).get()) for variable, name in named.items()}
 
 
 def loaded_block(kind: Any, name: str) -> Any:

@@ -228,7 +228,11 @@ def publish_missing(
     """
     every = find_records(path, rejected=rejected)
     records = sorted(((e.cell_uri, e.record) for e in every if e.record.succeeded), key=lambda pair: pair[1].created)
-    sinks_by_cell = {cell: sinks if sinks is not None else _own_sinks(record, cell) for cell, record in records}
+    sinks_by_cell: dict[str, Sequence[Sink]] = {}
+    for cell, record in records:
+        own = {"sinks": record.evaluation.get("sinks") or ()}
+        uri = storage.join(cell, RECORD_NAME)
+        sinks_by_cell[cell] = build_config(own, SinkList, source=uri).sinks if sinks is None else sinks
     if not any(sinks_by_cell.values()):
         raise BadInput(
             expected=f"succeeded records below {path}, and sinks for them",
@@ -257,8 +261,3 @@ def publish_missing(
         for title, states in publish_rest(sent, announced, senders=senders):
             note(title, states)
     return outcomes
-
-
-def _own_sinks(record: Record, cell: str) -> tuple[Sink, ...]:
-    named = record.evaluation.get("sinks") or ()
-    return build_config({"sinks": named}, SinkList, source=storage.join(cell, RECORD_NAME)).sinks

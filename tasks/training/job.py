@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from resources.backends.current import current_client
-from resources.config import CpuConfig, Device, ResourceConfig, TpuConfig
+from resources.config import CpuConfig, Device, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, StorageError
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest, JobStatus, create_environment
 from resources.regions.region_check import check_gcs_paths_same_region
@@ -125,7 +125,8 @@ def plan_training(config: TrainLmOnPodConfig) -> Training:
 def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
     """Returns the job of a training; preempted attempts are retried, failed attempts are not."""
     workspace = Path.cwd()
-    resources = _of_single_type_where_variables_differ(config.resources, workspace)
+    first, *others = (accelerator_defaults(workspace, choice.device) for choice in config.resources.choices)
+    resources = config.resources if all(other == first for other in others) else config.resources.choices[0]
     variables = variables_of(
         planned,
         config.env_vars,
@@ -143,11 +144,6 @@ def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
         environment=create_environment(workspace=workspace, env_vars=variables),
         max_retries_failure=0,
     )
-
-
-def _of_single_type_where_variables_differ(resources: ResourceConfig, workspace: Path) -> ResourceConfig:
-    first, *others = (accelerator_defaults(workspace, choice.device) for choice in resources.choices)
-    return resources if all(other == first for other in others) else resources.choices[0]
 
 
 def is_trained(planned: Training) -> bool:

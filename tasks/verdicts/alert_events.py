@@ -123,12 +123,12 @@ def event_of(news: News, *, run_folder: str, report: str) -> Event:
         "assay.run": alert.run,
         "assay.step": str(alert.step),
     }
+    record = news.record.record
+    policies = [tag.removeprefix(_POLICY_TAG) for tag in record.tags if tag.startswith(_POLICY_TAG)]
     related = [
-        _related(
-            "checkpoint", with_each_location(news.record.record.checkpoint.uri, storage.absolute), alert.checkpoint
-        ),
+        _related("checkpoint", with_each_location(record.checkpoint.uri, storage.absolute), alert.checkpoint),
         _related("benchmark", f"{alert.evaluator}/{alert.benchmark}", alert.benchmark),
-        *(_related("policy", name, name) for name in _policies(news.record.record.tags)),
+        *(_related("policy", name, name) for name in policies),
     ]
     if (flow_run := flow_run_id()) is not None:
         labels = {"prefect.resource.id": f"prefect.flow-run.{flow_run}", "prefect.resource.role": "flow-run"}
@@ -152,7 +152,3 @@ def _related(role: str, identifier: str, name: str) -> RelatedResource:
             "prefect.resource.name": name,
         }
     )
-
-
-def _policies(tags: Sequence[str]) -> list[str]:
-    return [tag.removeprefix(_POLICY_TAG) for tag in tags if tag.startswith(_POLICY_TAG)]

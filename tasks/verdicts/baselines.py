@@ -173,13 +173,13 @@ def _of_earlier(
         having = by_metric(earlier, rule.not_worse_than, wanted_scores(rule))
     except BadInput:  # no succeeded record
         having = {}
-    asked = {(item.record.evaluator, name) for item in earlier for name in _benchmarks(item)}
+    asked = {
+        (item.record.evaluator, name)
+        for item in earlier
+        for name in (*item.record.benchmarks, *(metric.benchmark for metric in item.record.metrics))
+    }
     scores = {key: _among(selection, key, records, hashes) for key, records in having.items()}
     return Baseline(rule.not_worse_than, scores, frozenset(asked))
-
-
-def _benchmarks(item: FoundRecord) -> set[str]:
-    return {*item.record.benchmarks, *(metric.benchmark for metric in item.record.metrics)}
 
 
 def _among(
@@ -192,11 +192,8 @@ def _among(
     if selection.take == "best" and (best := _best(key, latest_first, hashes)) is not None:
         return best
     taken = tuple(latest_first[: selection.most])
-    return BaselineScore(key, taken, note=_fewer(selection.most, len(taken)))
-
-
-def _fewer(asked: int, taken: int) -> str:
-    return f"; {asked} were asked for, more there are not" if taken < asked else ""
+    note = f"; {selection.most} were asked for, more there are not" if len(taken) < selection.most else ""
+    return BaselineScore(key, taken, note=note)
 
 
 def _best(key: ScoreKey, latest_first: Sequence[FoundRecord], hashes: Collection[str]) -> BaselineScore | None:

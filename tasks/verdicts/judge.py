@@ -352,13 +352,9 @@ def judged_by_margin(
         why = "all questions are in the same cluster" if metric.pairing else "nor are there standard errors of both"
         return f"{shown}; not tested: {why}", False
     lowest = end if metric.higher_is_better else -end
-    shown += f"; worse by {_loss(-lowest)} at most" if lowest < 0 else f"; better by {_loss(lowest)} at least"
-    shown += f"; equal scores pass margins from {_loss(detectable)} on"
+    shown += f"; worse by {-lowest:.3g} at most" if lowest < 0 else f"; better by {lowest:.3g} at least"
+    shown += f"; equal scores pass margins from {detectable:.3g} on"
     if lowest <= -margin and margin < detectable:
         needed = math.ceil((detectable / margin) ** 2 * (metric.pairing.pairs if metric.pairing else min(metric.n)))
         shown += f", but may not pass {margin:g}: that takes about {how_many(needed, 'question')}"
     return shown, lowest > -margin
-
-
-def _loss(value: float) -> str:
-    return f"{value:.3g}"

@@ -30,7 +30,7 @@ from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
 from tasks.spec.benchmarks import BUNDLED, COPIED, benchmarks_here, copied_benchmarks
-from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
+from tasks.spec.evaluation import EvaluationConfig
 
 OFFICIAL = "alpaca_eval"
 """AlpacaEval's own 805 instructions with the outputs of its baseline, on the hub."""
@@ -59,17 +59,12 @@ _INSTRUCTIONS: TypeAdapter[list[Instruction]] = TypeAdapter(list[Instruction])
 
 def instruction_sets(config: EvaluationConfig) -> tuple[InstructionSet, ...]:
     """Returns the sets of an evaluation, by the names in `evals`, without reading them."""
-    options = config.options(AlpacaEvalOptions)
-    return tuple(
-        InstructionSet(task.metric_key, options.instructions_path or _uri(task, config), options.reference_outputs_path)
-        for task in config.evals
-    )
-
-
-def _uri(task: EvalTaskConfig, config: EvaluationConfig) -> str | None:
-    if task.name == OFFICIAL:
-        return None
-    return storage.join(config.benchmarks_path or str(BUNDLED_SETS), f"{task.name}.json")
+    options, folder = config.options(AlpacaEvalOptions), config.benchmarks_path or str(BUNDLED_SETS)
+    sets = []
+    for task in config.evals:
+        own = storage.join(folder, f"{task.name}.json") if task.name != OFFICIAL else None
+        sets.append(InstructionSet(task.metric_key, options.instructions_path or own, options.reference_outputs_path))
+    return tuple(sets)
 
 
 def check_instructions(config: EvaluationConfig) -> None:
@@ -154,6 +149,7 @@ _DEFAULT_NEW_TOKENS = 2048
 def _job(model: RunningModel, config: EvaluationConfig, output: Path, judge: RunningModel | None) -> dict[str, Any]:
     options = config.options(AlpacaEvalOptions)
     judged_by = judge or model  # without a judge, the model judges itself
+    own_folder = [benchmarks_here(config)] if config.benchmarks_path is not None else []
     key_variable = "OPENAI_API_KEY" if is_same_endpoint(judged_by, model) else "ASSAY_JUDGE_API_KEY"
     return {
         "sets": [
@@ -177,7 +173,7 @@ def _job(model: RunningModel, config: EvaluationConfig, output: Path, judge: Run
             "key_variable": key_variable,
             "elsewhere": options.judge.base_url is not None,
             "annotator": options.judge.annotator,
-            "annotator_folders": _annotator_folders(config),
+            "annotator_folders": [*own_folder, str(_BUNDLED_ANNOTATORS)],
             "constrained": options.judge.constrained,
         },
         "length_control": _absolute(options.length_control_path),
@@ -199,12 +195,6 @@ def _path_here(uri: str | None, config: EvaluationConfig) -> str | None:
     if uri is not None and copied_benchmarks(config) and config.options(AlpacaEvalOptions).instructions_path is None:
         return f"{COPIED}/{storage.basename(uri)}"
     return _absolute(uri)
-
-
-def _annotator_folders(config: EvaluationConfig) -> list[str]:
-    if config.benchmarks_path is None:
-        return [str(_BUNDLED_ANNOTATORS)]
-    return [benchmarks_here(config), str(_BUNDLED_ANNOTATORS)]
 
 
 def _check(config: EvaluationConfig, python: Path) -> None:
@@ -283,7 +273,8 @@ def read_results(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterab
         metrics += _metrics(key, numbers, judged=usable, answered=answers)
         unclosed = sum(is_unclosed(answer.output or "") for answer in judged)
         details[key] = BenchmarkDetails(questions=questions, unclosed=unclosed, control=_NO_CONTROL)
-    if requested == answered and scored + left_out == requested and not _has_win_rates(plan, metrics):
+    with_win_rate = {metric.benchmark for metric in metrics if metric.name == WIN_RATE}
+    if requested == answered and scored + left_out == requested and with_win_rate != set(plan.sets):
         raise invalid_results(_HARNESS, output, "no usable win rate")
     # Outputs that max_judge_errors leaves out of the win rate do not count as requested.
     counts = Counts(requested=requested - left_out, answered=answered - left_out, scored=scored, judge_errors=errors)
@@ -331,10 +322,6 @@ def _metrics(key: str, numbers: dict[str, float | None], *, judged: int, answere
             n=answered if name == _LENGTH else judged,
             higher_is_better=None if name == _LENGTH else True,
         )
-
-
-def _has_win_rates(plan: _Plan, metrics: list[Metric]) -> bool:
-    return {metric.benchmark for metric in metrics if metric.name == WIN_RATE} == set(plan.sets)
 
 
 def _judged(folder: Path) -> list[_Judged]:

@@ -66,9 +66,14 @@ class _Known(BaseModel):
 
 def check_entries(config: EvaluationConfig, python: Path) -> None:
     """Looks up every benchmark with its arguments."""
-    _check_folder(config)
+    folder = config.benchmarks_path
+    if folder is not None and storage.is_local(folder) and not storage.local_path(folder).is_dir():
+        expected = "a folder with the files that task_kwargs name"
+        raise not_there(expected, f"benchmarks_path={folder}", "Correct the path, or leave it out")
     path = config.options(HelmOptions).run_specs_path
-    own = _own_names(config) if path is None else set()
+    place = storage.join(benchmarks_uri(config), OWN_FOLDER)
+    files = [storage.basename(file.uri) for file in storage.list_files(place)] if path is None else []
+    own = {name.removesuffix(".json") for name in files if name.endswith(".json")}
     foreign = [task for task in config.evals if task.name not in own]
     if not foreign:
         return
@@ -98,19 +103,6 @@ def read_entries_file(uri: str) -> bytes:
     if storage.content_digest(uri) is None:
         raise not_there("a file of run entries", f"run_specs_path={uri}", "Correct the path")
     return storage.read_bytes(uri, within="/")
-
-
-def _check_folder(config: EvaluationConfig) -> None:
-    path = config.benchmarks_path
-    if path is not None and storage.is_local(path) and not storage.local_path(path).is_dir():
-        expected = "a folder with the files that task_kwargs name"
-        raise not_there(expected, f"benchmarks_path={path}", "Correct the path, or leave it out")
-
-
-def _own_names(config: EvaluationConfig) -> set[str]:
-    folder = storage.join(benchmarks_uri(config), OWN_FOLDER)
-    names = {storage.basename(file.uri) for file in storage.list_files(folder)}
-    return {name.removesuffix(".json") for name in names if name.endswith(".json")}
 
 
 def _check_needed(task: EvalTaskConfig, known: _Known) -> None:

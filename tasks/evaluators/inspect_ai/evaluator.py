@@ -117,23 +117,18 @@ _LONGEST_ANSWER = 2048
 def _job(model: RunningModel, config: EvaluationConfig, output: Path, judge: RunningModel | None) -> dict[str, Any]:
     options = config.options(InspectOptions)
     pairs = zip(benchmarks_of(config), find_tasks(config), strict=True)
+    engine_kwargs = config.pool_config.model.engine_kwargs if config.pool_config else {}
+    given = {name.replace("-", "_") for name, value in engine_kwargs.items() if value}
     return {
         "benchmarks": [{**benchmark, "task": task.task, "file": task.file} for benchmark, task in pairs],
         **options.model_dump(mode="json", exclude={"name", "judge", "higher_is_better"}),
         "model": endpoint_of(model),
         "chat": model.apply_chat_template,
         "tokenizer": model.tokenizer,
-        "takes_tools": _takes_tools(config),
+        "takes_tools": {"enable_auto_tool_choice", "tool_call_parser"} <= given if config.pool_config else None,
         "longest_answer": min(_LONGEST_ANSWER, max(1, (model.max_model_len or 2 * _LONGEST_ANSWER) // 2)),
         "judge": {**endpoint_of(judge), "same_endpoint": is_same_endpoint(judge, model)} if judge is not None else None,
     }
-
-
-def _takes_tools(config: EvaluationConfig) -> bool | None:
-    if config.pool_config is None:
-        return None
-    given = {name.replace("-", "_") for name, value in config.pool_config.model.engine_kwargs.items() if value}
-    return {"enable_auto_tool_choice", "tool_call_parser"} <= given
 
 
 def _check(config: EvaluationConfig, python: Path) -> None:
@@ -265,7 +260,9 @@ def _samples(results: _Results, rows: Mapping[str, Sequence[_Row]], config: Eval
         for row in rows[key]:
             own = {name: score for name, score in means.items() if score in row.scores and id(row) in among[name]}
             scores = {name: row.scores[score] for name, score in own.items()}
-            others = {_flat_name(name): value for name, value in row.scores.items() if name not in means.values()}
+            others = {
+                name.replace("\n", "_"): value for name, value in row.scores.items() if name not in means.values()
+            }
             yield Sample(
                 benchmark=key,
                 id=f"{row.id}/epoch {row.epoch}" if epochs else row.id,
@@ -300,10 +297,6 @@ def _behind(number: _Number, rows: Sequence[_Row]) -> Sequence[_Row]:
 def _is_mean(number: _Number, rows: Sequence[_Row]) -> bool:
     scores = [row.scores[number.score] for row in rows if number.score in row.scores]
     return bool(scores) and math.isclose(math.fsum(scores) / len(scores), number.value, abs_tol=_ROUNDING)
-
-
-def _flat_name(score: str) -> str:
-    return score.replace("\n", "_")
 
 
 def _rows(output: Path) -> dict[str, list[_Row]]:

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from pools.endpoint import LocalCheckpoint
 from resources.config import ResourceConfig, TpuConfig
-from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput
 from resources.settings import settings
 from resources.tpu import largest_single_vm_slice
@@ -29,10 +28,6 @@ from tasks.spec.evaluation import EvaluationConfig
 
 class _Facts(BaseModel):
     versions: dict[str, str]
-
-
-def _environment_of(config: EvaluationConfig) -> EnvironmentSpec:
-    return LEVANTER[config.resources.device.kind]
 
 
 def _job(model: LocalCheckpoint, config: EvaluationConfig, output: Path, _: object) -> dict[str, Any]:
@@ -90,7 +85,7 @@ def _check_single_vm(resources: ResourceConfig) -> None:
 EVALUATOR = Evaluator(
     name="levanter_lm_evaluation_harness",
     environments=tuple(LEVANTER.values()),
-    environment_of=_environment_of,
+    environment_of=lambda config: LEVANTER[config.resources.device.kind],
     program=Path(__file__).parent / "programs" / "run_levanter.py",
     job=_job,
     read=_read,

@@ -139,16 +139,13 @@ def _is_answered(sample: Mapping[str, Any], output_type: str) -> bool:
         return False
     if len(responses) != len(arguments):
         return False
-    usable = _is_text if output_type == "generate_until" else _is_log_probability
-    return all(isinstance(repeats, list) and repeats and all(map(usable, repeats)) for repeats in responses)
-
-
-def _is_text(response: Any) -> bool:
-    return isinstance(response, str) and response != NO_ANSWER
-
-
-def _is_log_probability(response: Any) -> bool:
-    return math.isfinite(_log_probability(response))
+    texts = output_type == "generate_until"
+    return all(
+        isinstance(repeats, list)
+        and repeats
+        and all(isinstance(r, str) and r != NO_ANSWER if texts else math.isfinite(_log_probability(r)) for r in repeats)
+        for repeats in responses
+    )
 
 
 def _is_scored(sample: Mapping[str, Any]) -> bool:
@@ -218,6 +215,7 @@ def _sample(
     first = lines[0]
     arguments, answers = _arguments(first), _answers(first)
     response, target = "", str(first.get("target"))
+    weighed = tuple(map(_log_probability, answers)) if output_type != "generate_until" else ()
     prompt = str(arguments[0][0]) if arguments and arguments[0] else ""
     if prompt.startswith(_CONVERSATION):
         before = prompt.rfind(_USERS_TURN) if prompt.count(_TURN) > 1 else 0
@@ -238,7 +236,7 @@ def _sample(
         target=None if output_type == "loglikelihood_rolling" else target,
         scores=_scores(name, lines, results),
         ratios=_ratios(name, lines, results),
-        log_likelihoods=() if output_type == "generate_until" else _log_likelihoods(answers),
+        log_likelihoods=weighed if all(map(math.isfinite, weighed)) else (),
         choices=tuple(choices),
         context=prompt[: max(before, 0)],
     )
@@ -247,20 +245,13 @@ def _sample(
 def _arguments(line: Mapping[str, Any]) -> _Arguments:
     given = line.get("arguments")
     requests = given.values() if isinstance(given, dict) else given if isinstance(given, list) else []
-    return [
-        list(request.values()) if isinstance(request, dict) else list(request)
-        for request in requests
-        if isinstance(request, dict | list)
-    ]
+    return [list(r.values() if isinstance(r, dict) else r) for r in requests if isinstance(r, dict | list)]
 
 
 def _answers(line: Mapping[str, Any]) -> list[Any]:
     responses = line.get("resps")
-    return (
-        [response[0] for response in responses if isinstance(response, list) and response]
-        if isinstance(responses, list)
-        else []
-    )
+    whole = responses if isinstance(responses, list) else []
+    return [response[0] for response in whole if isinstance(response, list) and response]
 
 
 def _choices(arguments: _Arguments, *, before: int) -> list[str]:
@@ -287,11 +278,6 @@ def _named(target: str, choices: list[str]) -> str:
     ):
         return target
     return " | ".join(choices[index] for index in dict.fromkeys(numbers))
-
-
-def _log_likelihoods(answers: list[Any]) -> tuple[float, ...]:
-    values = tuple(map(_log_probability, answers))
-    return values if all(map(math.isfinite, values)) else ()
 
 
 def _log_probability(answer: Any) -> float:

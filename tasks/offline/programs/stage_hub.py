@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import datasets
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub import HfApi, constants
+from refusals import causes
 
 ATTEMPTS = 20
 UNTOLD_WAIT_SECONDS = 60.0  # if the 429 gives no time
 LONGEST_WAIT_SECONDS = 900.0
 SHOWN_CHARACTERS = 300
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+HUB_ID, COMMIT = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?"), re.compile("[0-9a-f]{40}")
 
 Result = TypeVar("Result")
 
@@ -41,9 +42,10 @@ class Pinned:
 
     def __call__(self, path: str, name: str | None = None, *args: Any, **options: Any) -> Any:
         """Loads a configuration of a data set; an explicit `revision` overrides the pinned revision."""
-        if is_on_hub(path):
+        # Neither a packaged format nor a folder.
+        if HUB_ID.fullmatch(path) and path not in _PACKAGED_DATASETS_MODULES and not Path(path).exists():
             revision = options.get("revision") or self.revisions.get(path)
-            if revision is None or not is_commit(revision):
+            if revision is None or not COMMIT.fullmatch(revision):
                 revision = str(patiently(lambda asked=revision: HfApi().dataset_info(path, revision=asked).sha))
             if options.get("revision") is None:
                 self.revisions[path] = revision
@@ -133,24 +135,13 @@ def patiently(call: Callable[[], Result]) -> Result:
 
 def seconds_to_wait(error: BaseException | None) -> float | None:
     """Returns the wait that a 429 in an error's chain of causes requires; None if there is no 429."""
-    while error is not None:
+    for cause in causes(error):
         # Clients of the hub store the response in their error; urllib's error is the response.
-        answer = getattr(error, "response", error)
+        answer = getattr(cause, "response", cause)
         if 429 in (getattr(answer, "status_code", None), getattr(answer, "code", None)):
             retry_after = str(answer.headers.get("Retry-After", ""))
             return min(float(retry_after), LONGEST_WAIT_SECONDS) if retry_after.isdigit() else UNTOLD_WAIT_SECONDS
-        error = error.__cause__ or error.__context__
     return None
-
-
-def is_on_hub(path: str) -> bool:
-    """Returns True if a data set's path is a name on the hub, neither a folder nor a packaged format."""
-    return bool(HUB_ID.fullmatch(path)) and path not in _PACKAGED_DATASETS_MODULES and not Path(path).exists()
-
-
-def is_commit(revision: str) -> bool:
-    """Returns True if a revision is a commit, which is immutable."""
-    return re.fullmatch("[0-9a-f]{40}", revision) is not None
 
 
 def repository_folder(kind: str, name: str) -> Path:

@@ -75,8 +75,10 @@ def questions_of(benchmark: str, samples: Sequence[Sample], *, shots: int | None
     answers = [_answer(sample.target) for sample in samples]
     words = words_in([*texts, *answers])
     named = zip(samples, words[: len(samples)], words[len(samples) :], texts, strict=True)
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] if text else "" for text in words[: len(samples)]]
     return [
-        AskedQuestion(benchmark, sample.id, text, answer, _digest(text), raw) for sample, text, answer, raw in named
+        AskedQuestion(benchmark, sample.id, text, answer, digest, raw)
+        for (sample, text, answer, raw), digest in zip(named, digests, strict=True)
     ]
 
 
@@ -104,10 +106,6 @@ def words_in(texts: Sequence[str]) -> list[str]:
         content = b" ".join(words.between(0, len(words.starts))).decode(errors="replace")
         words_by_text += [part.strip() for part in content.split("\x01")]
     return words_by_text
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
 def _shots(evaluation: Mapping[str, Any]) -> dict[str, int | None]:

@@ -64,7 +64,8 @@ def boards_of(entries: Sequence[FoundRecord]) -> list[Board]:
     places = {id(entry.record): entry for entry in entries}
     apart = told_apart([entry.record.checkpoint for entry in entries])
     held: dict[tuple[str, str, str], dict[str, Record]] = {}
-    for record in sorted(current_records([entry.record for entry in entries]), key=_counts):
+    current = current_records([entry.record for entry in entries])
+    for record in sorted(current, key=lambda record: (record.succeeded, is_full(record), record.created)):
         for benchmark in record.benchmarks:
             same = held.setdefault((record.evaluator, benchmark, record.evaluation_hash), {})
             same[apart(record.checkpoint).name] = record
@@ -102,10 +103,6 @@ def boards_of_sample(record: Record, benchmark: str) -> list[str]:
     measured = {metric.benchmark for metric in record.metrics}
     left = [name for name in named if name not in measured] or named
     return shown or (left if len(left) == 1 else [])  # ambiguous if several remain
-
-
-def _counts(record: Record) -> tuple[bool, bool, float]:
-    return record.succeeded, is_full(record), record.created.timestamp()
 
 
 def _settings(held: Mapping[tuple[str, str, str], Mapping[str, Record]]) -> dict[tuple[str, str, str], str]:

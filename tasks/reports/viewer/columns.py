@@ -40,9 +40,7 @@ from __future__ import annotations
 import gzip
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import orjson
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the import takes 0.1 s, which most processes do not need
     import numpy as np
@@ -225,11 +223,6 @@ class Progress:
 
     read: int
     of: int
-
-
-def as_json(value: Any) -> bytes:
-    """Encodes a value of this format before compression."""
-    return orjson.dumps(value)
 
 
 def packed(content: bytes) -> bytes:

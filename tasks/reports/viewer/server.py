@@ -20,7 +20,7 @@ import orjson
 from aiohttp import web
 
 from resources.errors import BadInput, StorageError
-from tasks.reports.viewer.columns import Progress, as_json, packed
+from tasks.reports.viewer.columns import Progress, packed
 from tasks.reports.viewer.page import CONTENT_TYPES, page_files
 from tasks.reports.viewer.view import View
 
@@ -105,10 +105,10 @@ def application(view: View, *, token: str, host: str) -> web.Application:
             begun = early and await asyncio.to_thread(view.has_scores, key)
             progress = await _progress(key, patience_seconds=0.0 if begun else _PATIENCE_SECONDS)
             if progress is not None and not (begun or (early and await asyncio.to_thread(view.has_scores, key))):
-                return web.Response(body=as_json(progress), status=202, content_type="application/json")
+                return web.Response(body=orjson.dumps(progress), status=202, content_type="application/json")
         if key in view.boards and asked == "search.json":
             matches = await asyncio.to_thread(view.search, key, request.query.get("text", ""))
-            return _response(request, as_json(matches), "application/json")
+            return _response(request, orjson.dumps(matches), "application/json")
         unread = request.query.get("unread", "")
         content = await asyncio.to_thread(view.answer, name, unread=int(unread) if _NUMBER.fullmatch(unread) else None)
         if content is None:

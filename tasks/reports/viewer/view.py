@@ -17,14 +17,16 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import orjson
+
 from resources.errors import StorageError
 from resources.storage import storage
 from tasks.records.builds import build_of
-from tasks.records.record import FoundRecord, Metric
+from tasks.records.record import FoundRecord
 from tasks.records.samples import SAMPLES_NAME, KeptSamples, kept_samples, samples_content
 from tasks.records.search import RecordFilter
 from tasks.reports.viewer.boards import BoardColumns, boards_of, boards_of_sample
-from tasks.reports.viewer.columns import NO_SCORE, Found, Index, Pair, Part, Progress, Scale, as_json, is_right
+from tasks.reports.viewer.columns import NO_SCORE, Found, Index, Pair, Part, Progress, Scale, is_right
 from tasks.reports.viewer.kept import KeptColumns, TextKeeper, kept_at, make_room, place_of
 from tasks.reports.viewer.reading import columns_in
 from tasks.verdicts.statistics.composition import compare_compositions, composition_of
@@ -132,7 +134,7 @@ class View:
         `unread` selects the state with that number of unread checkpoints, by default the current state.
         """
         if name == "index.json":
-            return as_json(self.index())
+            return orjson.dumps(self.index())
         match = _NAME.fullmatch(name)
         if match is None or match[1] not in self.boards:
             return None
@@ -140,12 +142,12 @@ class View:
         asked = [int(number) for number in (numbers or "").split("-") if number]
         try:
             if whole == "questions":
-                return as_json(self.columns(key).questions)
+                return orjson.dumps(self.columns(key).questions)
             if whole == "flags" or kind == "scores":
                 return self._bytes_of(key, asked[0] if asked else None, unread=unread)
             if kind == "part":
-                return as_json(self.part(key, asked[0], unread=unread))
-            return as_json(self.pair(key, *asked)) if len(asked) == 3 else None
+                return orjson.dumps(self.part(key, asked[0], unread=unread))
+            return orjson.dumps(self.pair(key, *asked)) if len(asked) == 3 else None
         except IndexError:
             return None
 
@@ -171,21 +173,21 @@ class View:
 
     def contents(self, *, questions_per_part: int) -> dict[str, bytes]:
         """Returns the content of every name, for a file; reads unread samples first."""
-        contents = {"index.json": as_json(self.index(searches=False))}
+        contents = {"index.json": orjson.dumps(self.index(searches=False))}
         for key, board in self.boards.items():
             self.read(key)
             questions = replace(self.columns(key).questions, questions_per_part=questions_per_part)
-            contents[f"{key}/questions.json"] = as_json(questions)
+            contents[f"{key}/questions.json"] = orjson.dumps(questions)
             contents[f"{key}/flags.bin"] = self._bytes_of(key, None)
             readable = [number for number in board.with_samples if str(number) not in questions.unreadable]
             pairs = dict.fromkeys([*pairwise(readable), (readable[0], readable[-1])] if len(readable) > 1 else [])
             for metric in range(len(questions.metrics)):
                 contents[f"{key}/scores/{metric}.bin"] = self._bytes_of(key, metric)
             for ends, metric in product(pairs, range(len(questions.metrics))):
-                contents[f"{key}/pairs/{metric}-{ends[0]}-{ends[1]}.json"] = as_json(self.pair(key, metric, *ends))
+                contents[f"{key}/pairs/{metric}-{ends[0]}-{ends[1]}.json"] = orjson.dumps(self.pair(key, metric, *ends))
             for number in range(math.ceil(len(questions.ids) / questions_per_part)):
                 part = self.part(key, number, questions=questions_per_part)
-                contents[f"{key}/part/{number}.json"] = as_json(part)
+                contents[f"{key}/part/{number}.json"] = orjson.dumps(part)
         return contents
 
     def columns(self, key: str, *, unread: int | None = None) -> BoardColumns:
@@ -264,7 +266,8 @@ def pair_of(columns: BoardColumns, metric: int, first: int, second: int, *, samp
     counted = Pair(won, lost, both, neither, changes=builds[0].changes(builds[1]))
     compositions = []
     for entry, number in zip(entries, (first, second), strict=True):
-        published = _published(entry, benchmark, scale.name)
+        names = benchmark, scale.name
+        published = next((m for m in entry.record.metrics if (m.benchmark, m.name) == names), None)
         samples = samples_of(number)
         if published is None or samples is None:
             return replace(counted, reason="it has no published value" if samples else "its samples cannot be read")
@@ -296,7 +299,3 @@ def _sorted(before: np.ndarray, after: np.ndarray, scale: Scale) -> list[list[in
     right = is_right(after, scale)
     kinds = (more > 0, more < 0, (more == 0) & right, (more == 0) & ~right)
     return [np.flatnonzero(common & kind).tolist() for kind in kinds]
-
-
-def _published(entry: FoundRecord, benchmark: str, name: str) -> Metric | None:
-    return next((m for m in entry.record.metrics if (m.benchmark, m.name) == (benchmark, name)), None)

@@ -21,10 +21,6 @@ from tasks.verdicts.statistics.intervals import (
     unseen_reach,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-from typing import TYPE_CHECKING
-
 if TYPE_CHECKING:  # the import takes 0.15 s, which most processes do not need
     import numpy as np
 

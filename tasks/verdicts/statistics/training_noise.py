@@ -84,14 +84,6 @@ def clipped_spread(deviations: Sequence[float]) -> float:
     return math.sqrt((sum(map(mul, usual, usual)) + (clipped * most**2 if clipped else 0.0)) / len(sizes))
 
 
-def together(question_stderr: float | None, noise: TrainingNoise | None) -> float | None:
-    """Returns the standard error of a value over draws of questions and checkpoints; None if either is unknown.
-
-    The unshared noise of questions is in both parts, so the result may be too large, and never too small.
-    """
-    return None if question_stderr is None or noise is None else math.hypot(question_stderr, noise.stddev)
-
-
 LAST = 5
 """Default number of checkpoints."""
 

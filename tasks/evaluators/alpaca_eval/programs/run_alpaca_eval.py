@@ -72,15 +72,15 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
         judge.probe()  # before hundreds of outputs are generated in vain
     whole: list[dict[str, Any]] = []
     for instruction_set in job["sets"]:
-        rows = asyncio.run(generate(job, instruction_set["key"], sets[instruction_set["key"]], unanswered))
-        _write_outputs(Path(instruction_set["folder"]), rows, sets[instruction_set["key"]])
-        missing = sum(row["output"] is None for row in rows)
-        if missing:
-            logging.error(
-                "%s: %d of %d outputs are missing, so they are not judged", instruction_set["key"], missing, len(rows)
-            )
+        key, folder = instruction_set["key"], Path(instruction_set["folder"])
+        rows = asyncio.run(generate(job, key, sets[key], unanswered))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "model_outputs.json", rows)
+        write_json(folder / "reference_outputs.json", sets[key])
+        if missing := sum(row["output"] is None for row in rows):
+            logging.error("%s: %d of %d outputs are missing, so they are not judged", key, missing, len(rows))
         else:
-            whole.append({**instruction_set, "rows": rows, "references": sets[instruction_set["key"]]})
+            whole.append({**instruction_set, "rows": rows, "references": sets[key]})
     if whole and not job["judge"]["elsewhere"]:
         judge.probe()
     metrics = {instruction_set["key"]: judge.compare(instruction_set) for instruction_set in whole}
@@ -182,12 +182,6 @@ def _sampling_fields(job: dict[str, Any]) -> dict[str, Any]:
     if job["engine_parameters"]:
         fields["extra_body"] = for_engines
     return {**fields, **sampling}
-
-
-def _write_outputs(folder: Path, rows: list[dict[str, Any]], references: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "model_outputs.json", rows)
-    write_json(folder / "reference_outputs.json", references)
 
 
 def versions() -> dict[str, str]:

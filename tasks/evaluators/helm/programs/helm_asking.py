@@ -125,7 +125,8 @@ class Asking(Executor):
                 result = dead("too few completions came back")
         except Exception as error:  # noqa: BLE001 - the boundary to clients, which raise anything on odd answers
             result = dead(f"{type(error).__name__} in HELM's client")
-        if result.success and any(_is_blocked(completion) for completion in result.completions):
+        reasons = [str((completion.finish_reason or {}).get("reason", "")) for completion in result.completions]
+        if result.success and any(reason.startswith(BLOCKED) for reason in reasons):
             result = dead("the endpoint refused the prompt")
         if not result.success:
             with self._lock:
@@ -193,10 +194,6 @@ def dead(error: str) -> RequestResult:
     return RequestResult(
         success=False, cached=False, error=error, completions=[GeneratedOutput("", 0, [])], embedding=[]
     )
-
-
-def _is_blocked(completion: GeneratedOutput) -> bool:
-    return str((completion.finish_reason or {}).get("reason", "")).startswith(BLOCKED)
 
 
 def bound_retries() -> None:

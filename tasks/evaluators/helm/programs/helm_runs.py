@@ -273,7 +273,8 @@ def control(run: Run, states: list[RequestState], names: list[str], evaluate: Ev
     if any(state.request.echo_prompt for state in states) or run.spec.annotators:
         judged = "others judge its answers" if run.spec.annotators else "it does not only let the model write"
         return f"no control: {judged}"
-    first = {state.instance.id: state for state in reversed(states) if not _is_varied(state) and gold(state)}
+    plain = [s for s in states if not (s.train_trial_index or s.instance.perturbation or s.request.random)]
+    first = {state.instance.id: state for state in reversed(plain) if gold(state)}
     known = [state for state in states if first.get(state.instance.id) is state][:QUESTIONS]
     if not known or not names:
         return NO_GOLD if names else "no control: no metric that counts is known beforehand"
@@ -305,10 +306,6 @@ def control(run: Run, states: list[RequestState], names: list[str], evaluate: Ev
             kind="GraderFailed",
         )
     return f"failed for {len(known)} known answers"
-
-
-def _is_varied(state: RequestState) -> bool:
-    return bool(state.train_trial_index or state.instance.perturbation or state.request.random)
 
 
 def gold(state: RequestState) -> str:

@@ -20,7 +20,7 @@ from inspect_ai._eval.loader import load_task_spec, solver_from_spec
 from inspect_ai._util.registry import registry_params
 from inspect_ai.model import GenerateConfig, Model, ModelInfo, get_model, set_model_info
 from inspect_ai.solver import SolverSpec
-from refusals import Refused
+from refusals import Refused, causes
 
 SANDBOXED_TOOLS = {
     *("bash", "bash_session", "code_execution", "computer", "grep", "list_files", "python", "read_file", "skill"),
@@ -94,7 +94,7 @@ def _check(task: Task, name: str, job: dict[str, Any]) -> None:
     if not len(task.dataset):
         _unusable(name, "no samples")
     tools = set(_tools_in(_params(task.solver), _params(task.setup)))
-    sandboxes = {spec.type for spec in _sandboxes(task)}
+    sandboxes = {part.sandbox.type for part in (task, *task.dataset) if part.sandbox is not None}
     needs = {f"the sandbox {sandbox}" for sandbox in sandboxes}
     needs |= {f"the tool {tool}" for tool in tools & SANDBOXED_TOOLS}
     if needs and name not in job["allow_code_execution"]:
@@ -116,12 +116,6 @@ def _check(task: Task, name: str, job: dict[str, Any]) -> None:
         )
     if tools and not job["chat"]:
         _unusable(name, "tools, and no chat template: apply_chat_template is not set")
-
-
-def _sandboxes(task: Task) -> Iterator[Any]:
-    if task.sandbox is not None:
-        yield task.sandbox
-    yield from (sample.sandbox for sample in task.dataset if sample.sandbox is not None)
 
 
 def _params(part: Any) -> Any:
@@ -213,8 +207,8 @@ def _count_failures(model: Model, unanswered: valid_answers.Unanswered) -> None:
         try:
             output = await asked(*given, config=config.model_copy(update={"stop_seqs": stops or None}), **named)
         except Exception as error:
-            if (clients := _of_client(error)) is not None:
-                _note(clients, unanswered)
+            if clients := [each for each in causes(error) if isinstance(each, openai.OpenAIError)]:
+                _note(clients[0], unanswered)
             raise
         failed = output[0] if isinstance(output, tuple) else None
         if isinstance(failed, Exception):
@@ -223,12 +217,6 @@ def _count_failures(model: Model, unanswered: valid_answers.Unanswered) -> None:
 
     api.generate = generate
     api.handle_bad_request = lambda error: error
-
-
-def _of_client(error: BaseException | None) -> Exception | None:
-    while error is not None and not isinstance(error, openai.OpenAIError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _note(error: Exception, unanswered: valid_answers.Unanswered) -> None:

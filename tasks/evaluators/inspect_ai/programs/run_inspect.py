@@ -18,7 +18,6 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from inspect_loading import judge_of, load_solver, load_tasks, model_of, nothing
 from refusals import Refused, chat_template_needed, digest_of, refusals_into, write_json
 
 PLAN_NAME, RESULTS_NAME, SAMPLES_NAME = "plan.json", "results.json", "samples.jsonl"
-LOGS = "inspect"
+LOGS, LEFT_OUT = "inspect", {"store", "timelines"}
 DISTRIBUTIONS = {"inspect_ai": "inspect-ai", "openai": "openai"}
 LATE_MODULES = (
     *("httpcore2", "inspect_ai.agent._acp.server", "openai.lib.streaming.chat"),
@@ -148,18 +147,14 @@ def _write_rows(output: Path, logs: dict[str, EvalLog]) -> None:
     failed = 0
     with (output / SAMPLES_NAME).open("w", encoding="utf-8", errors="replace") as rows:
         for key, log in logs.items():
-            for sample in _samples_of(log):
+            samples = read_eval_log_samples(
+                log.location, all_samples_required=False, resolve_attachments="full", exclude_fields=LEFT_OUT
+            )
+            for sample in samples:
                 rows.write(json.dumps(row_of(key, sample), allow_nan=False) + "\n")
                 failed += sample.error is not None
                 if sample.error is not None and failed <= SHOWN_FAILURES:
                     print(f"sample {sample.id} of {key} failed: {sample.error.message[:SHOWN_CHARACTERS]}")
-
-
-def _samples_of(log: EvalLog) -> Iterator[Any]:
-    left_out = {"store", "timelines"}
-    yield from read_eval_log_samples(
-        log.location, all_samples_required=False, resolve_attachments="full", exclude_fields=left_out
-    )
 
 
 def _count_samples(total: int) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 sys.path += [str(Path(__file__).parents[2] / "lm_eval" / "programs"), str(Path(__file__).parents[2] / "programs")]
 import jax
-from levanter_model import Model, load
+from levanter_model import load
 from levanter_scoring import FOLDER, Journal, LevanterLM
 from lm_eval import simple_evaluate
 from lm_eval.api.task import Task
@@ -110,7 +110,9 @@ def evaluate(job: dict[str, Any]) -> None:
     _check_kinds(tasks)
     check_tasks(job, tasks, {"max_length": job["max_length"]})
     devices = _use_devices(job)
-    model = _load_model(job)
+    model = load(job["checkpoint"], max_length=job["max_length"], precision=job["precision"], rows=job["rows"])
+    if job["apply_chat_template"] and not model.tokenizer.chat_template:
+        raise no_chat_template(job["checkpoint"]["reference"])
     facts = {
         "versions": {"levanter": version("marin-levanter"), "jax": version("jax")},
         "devices": sorted({device.device_kind for device in devices}),
@@ -165,13 +167,6 @@ def _use_devices(job: dict[str, Any]) -> list[Any]:
             found=str(error).splitlines()[0],
             remedy="Evaluate on a machine with this device, in an environment with JAX built for it, or ask for a CPU",
         ) from error
-
-
-def _load_model(job: dict[str, Any]) -> Model:
-    model = load(job["checkpoint"], max_length=job["max_length"], precision=job["precision"], rows=job["rows"])
-    if job["apply_chat_template"] and not model.tokenizer.chat_template:
-        raise no_chat_template(job["checkpoint"]["reference"])
-    return model
 
 
 if __name__ == "__main__":

@@ -173,12 +173,11 @@ def questions_of(task: Task) -> dict[Key, Question]:
     for request in sorted(task.instances, key=lambda instance: instance.idx):
         number = request.doc_id or 0
         by_number.setdefault(number, Question(task, documents[number])).requests.append(request)
-    return {(name_of(task), _name_in_samples(number, question)): question for number, question in by_number.items()}
-
-
-def _name_in_samples(number: int, question: Question) -> str:
-    content = json.dumps(question.requests[0].doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
-    return f"{number}-{hash_string(content)[:HASH_DIGITS]}"
+    questions: dict[Key, Question] = {}
+    for number, question in by_number.items():
+        content = json.dumps(question.requests[0].doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
+        questions[name_of(task), f"{number}-{hash_string(content)[:HASH_DIGITS]}"] = question
+    return questions
 
 
 def digest_of(request: Instance) -> str:
