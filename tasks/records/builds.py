@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from pydantic import AwareDatetime, ValidationError
+from pydantic import AwareDatetime
 
-from resources.errors import IrregularFile
 from resources.storage import storage
-from tasks.records.details import Part
+from tasks.records.details import Part, read_model
 from tasks.records.record import QUALIFICATIONS_FOLDER, CheckpointReference, FoundRecord, Record
 
 PACKAGES = "packages"
@@ -234,12 +233,8 @@ def _same_step(first: QualifiedBenchmark, second: QualifiedBenchmark) -> bool:
 
 def read_qualifications(evaluation_path: str) -> tuple[Qualification, ...]:
     """Returns the readable qualifications below an evaluation path, oldest first."""
-    qualifications: list[Qualification] = []
-    for file in storage.list_files(storage.join(evaluation_path, QUALIFICATIONS_FOLDER, _VERDICTS)):
-        try:
-            qualifications.append(Qualification.model_validate_json(storage.read_bytes(file.uri)))
-        except (FileNotFoundError, IrregularFile, ValidationError):  # written by a newer Assay, or no qualification
-            continue
+    files = storage.list_files(storage.join(evaluation_path, QUALIFICATIONS_FOLDER, _VERDICTS))
+    qualifications = filter(None, [read_model(file.uri, Qualification) for file in files])
     return tuple(sorted(qualifications, key=lambda qualification: qualification.created))
 
 

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from pools.weights.merges import MergeKind
+from resources.errors import IrregularFile
 from resources.settings import settings
 from resources.storage import storage
 from tasks.spec.evaluation import digest_of
@@ -23,6 +24,7 @@ from tasks.spec.labels import InRun
 from tasks.spec.names import in_steps
 
 _Value = TypeVar("_Value")
+_Model = TypeVar("_Model", bound=BaseModel)
 _SHAPE = {
     "evals": [{"name": {str}, "task_alias": {str}, "task_kwargs": {}}],
     "max_eval_instances": {int},
@@ -75,6 +77,14 @@ Timestamp = Annotated[float, Field(ge=0, lt=253402300800)]
 """Time in seconds since the epoch, before the year 10000."""
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """64-bit integer, as indices and columns store it."""
+
+
+def read_model(uri: str, kind: type[_Model]) -> _Model | None:
+    """Returns the content of a JSON file; None if it is gone, not a regular file, or invalid, as by a newer Assay."""
+    try:
+        return kind.model_validate_json(storage.read_bytes(uri))
+    except (FileNotFoundError, IrregularFile, ValidationError):
+        return None
 
 
 class Part(BaseModel):
@@ -245,11 +255,13 @@ def together(parts: Sequence[BenchmarkDetails]) -> BenchmarkDetails | None:
     if not parts:
         return None
     at_limit = [part.at_limit for part in parts if part.at_limit is not None]
-    summed = ("questions", "truncated", "skipped", "unclosed")
     return BenchmarkDetails(
-        **{name: sum(getattr(part, name) for part in parts) for name in summed},
+        questions=sum(part.questions for part in parts),
+        truncated=sum(part.truncated for part in parts),
+        skipped=sum(part.skipped for part in parts),
         finish_reasons=dict(sum((Counter(part.finish_reasons) for part in parts), Counter())),
         at_limit=sum(at_limit) if at_limit else None,
+        unclosed=sum(part.unclosed for part in parts),
     )
 
 

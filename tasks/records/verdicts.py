@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import AwareDatetime, FiniteFloat, ValidationError
+from pydantic import AwareDatetime, FiniteFloat
 
-from resources.errors import IrregularFile
 from resources.storage import storage
 from tasks.errors import GateRefused
 from tasks.records.builds import Build
 from tasks.records.cost import Cost, Spent, spent_on
-from tasks.records.details import Part, PathPart, Whole, misplaced
+from tasks.records.details import Part, PathPart, Whole, misplaced, read_model
 from tasks.records.numbers import measured
 from tasks.records.record import CheckpointReference, Record
 from tasks.spec.names import how_many
@@ -135,11 +134,8 @@ def decided_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
 
 def read_early(cell_uri: str) -> EarlyVerdict | None:
     """Returns the early verdict in a cell's folder; None if it is missing, unreadable or of another cell."""
-    try:
-        verdict = EarlyVerdict.model_validate_json(storage.read_bytes(storage.join(cell_uri, EARLY_NAME)))
-    except (FileNotFoundError, IrregularFile, ValidationError):
-        return None
-    return None if misplaced(verdict, cell_uri) else verdict
+    verdict = read_model(storage.join(cell_uri, EARLY_NAME), EarlyVerdict)
+    return None if verdict is None or misplaced(verdict, cell_uri) else verdict
 
 
 def spent_on_early(verdict: EarlyVerdict | None) -> Spent:

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from resources.process_marks import acting_user
 from resources.storage import storage
 from resources.storage.conditional_writes import creates_exclusively, delete_version, read_version, replace_bytes
 from tasks.records.builds import read_qualifications
-from tasks.records.details import Timestamp
+from tasks.records.details import Timestamp, read_model
 from tasks.records.record import find_records
 from tasks.verdicts.alerts import SHORT_ID, Alert, alerts_in
 
@@ -75,12 +74,8 @@ def alerts_on_file(run_folder: str) -> set[str]:
 
 def read_alerts(run_folder: str) -> dict[str, KnownAlert]:
     """Returns the alerts of a run that have a file, by id; 1 listing, and a read per alert. Raises StorageError."""
-    alerts: dict[str, KnownAlert] = {}
-    for uri in _files(run_folder):
-        with suppress(FileNotFoundError, ValidationError):
-            known = KnownAlert.model_validate_json(storage.read_bytes(uri))
-            alerts[known.alert.id] = known
-    return alerts
+    read = [read_model(uri, KnownAlert) for uri in _files(run_folder)]
+    return {known.alert.id: known for known in read if known is not None}
 
 
 def read_acknowledgements(run_folder: str) -> Mapping[str, Acknowledgement]:

@@ -6,15 +6,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict
 
 from resources.config import Config
-from resources.errors import IrregularFile
 from resources.process_marks import ProcessMark
 from resources.storage import storage
-from tasks.records.details import Timestamp
+from tasks.records.details import Timestamp, read_model
 
 LEASE_SECONDS = 120.0
 """Time that a claim is valid after its holder's last heartbeat."""
@@ -22,7 +20,6 @@ CLOCKS_DIFFER_SECONDS = 10.0
 """Tolerated difference between the clocks of two machines."""
 _FOLDER = "claims"
 _HOLDERS = "holders"
-_Kind = TypeVar("_Kind", bound=Config)
 
 
 class _Written(Config):
@@ -138,7 +135,7 @@ def standing_claims(
     claims = []
     for key in by_key if keys is None else (key for key in keys if key in by_key):
         file = by_key[key][-1]
-        claim = read_file(file.uri, Claim)
+        claim = read_model(file.uri, Claim)
         if claim is None:
             claims.append(_unreadable(key, file))
             continue
@@ -146,7 +143,7 @@ def standing_claims(
         subject = claim.subject.model_copy(update={"key": key})
         claim = claim.model_copy(update={"subject": subject, "number": file.number})
         if claim.holder not in holders:
-            holders[claim.holder] = read_file(holder_uri(folder, claim.holder), Holder)
+            holders[claim.holder] = read_model(holder_uri(folder, claim.holder), Holder)
         claims.append(SeenClaim(claim, file.uri, holders[claim.holder], heard.get(claim.holder, 0.0)))
     return claims
 
@@ -201,14 +198,6 @@ def listed_claims(folder: str) -> tuple[dict[str, list[ClaimFile]], dict[str, fl
             # If two claims have the same number, possible only without exclusive creation, the first name wins.
             files[key].append(ClaimFile(int(number), tuple(-ord(letter) for letter in holder), file.uri, file.modified))
     return {key: sorted(listed) for key, listed in files.items()}, heard
-
-
-def read_file(uri: str, kind: type[_Kind]) -> _Kind | None:
-    """Returns the content of a file; None if it is gone or invalid."""
-    try:
-        return kind.model_validate_json(storage.read_bytes(uri))
-    except (FileNotFoundError, IrregularFile, ValidationError):
-        return None
 
 
 def claim_uri(folder: str, claim: Claim, *, exclusive: bool) -> str:

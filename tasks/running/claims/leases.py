@@ -23,6 +23,7 @@ from resources.process_marks import ProcessMark, acting_user
 from resources.storage import storage
 from resources.storage.conditional_writes import creates_exclusively
 from tasks.errors import ClaimLost
+from tasks.records.details import read_model
 from tasks.running.claims.files import (
     LEASE_SECONDS,
     Claim,
@@ -33,7 +34,6 @@ from tasks.running.claims.files import (
     claim_uri,
     holder_uri,
     listed_claims,
-    read_file,
     standing_claims,
 )
 
@@ -146,7 +146,7 @@ class Claims:
         """Raises ClaimLost unless the store confirms the claim."""
         self.raise_if_lost(key)
         claim, uri = self._held[key]
-        if read_file(uri, Claim) != claim or self._succeeded(uri, listed_claims(self._folder)[0].get(key, [])):
+        if read_model(uri, Claim) != claim or self._succeeded(uri, listed_claims(self._folder)[0].get(key, [])):
             with self._lock:
                 self._lost.add(key)
         self.raise_if_lost(key)
@@ -197,7 +197,7 @@ class Claims:
     def _tidy(self, listed: Mapping[str, Sequence[ClaimFile]]) -> None:
         for files in listed.values():
             old = bool(files[-1].modified) and files[-1].modified < self._now() - _RELEASED_KEPT_SECONDS
-            if old and (claim := read_file(files[-1].uri, Claim)) is not None and claim.released:
+            if old and (claim := read_model(files[-1].uri, Claim)) is not None and claim.released:
                 for file in files:
                     storage.delete(file.uri)
 
@@ -207,7 +207,7 @@ class Claims:
             storage.write_bytes(uri, content)
             return True
         # If the response to a write is lost, the client retries and finds its own file.
-        return storage.create_bytes(uri, content) or read_file(uri, Claim) == claim
+        return storage.create_bytes(uri, content) or read_model(uri, Claim) == claim
 
     def _succeeded(self, uri: str, files: Sequence[ClaimFile]) -> bool:
         position = next((number for number, file in enumerate(files) if file.uri == uri), None)
@@ -215,7 +215,7 @@ class Claims:
             return True
         if any(file.number == files[position].number for file in files[position + 1 :]):
             return True  # of two claims with the same number, the last in order stays
-        later = [read_file(file.uri, Claim) for file in files[position + 1 :]]
+        later = [read_model(file.uri, Claim) for file in files[position + 1 :]]
         return any(claim is not None and claim.succeeds == self._me.name for claim in later)
 
     def _is_live(self, seen: SeenClaim, heard: Mapping[str, float]) -> bool:
@@ -226,7 +226,7 @@ class Claims:
     def _is_current(self, uri: str, files: Sequence[ClaimFile], heard: Mapping[str, float]) -> bool:
         if not files or files[-1].uri != uri:
             return False
-        read = [(file, read_file(file.uri, Claim)) for file in files]
+        read = [(file, read_model(file.uri, Claim)) for file in files]
         earlier = [(file, claim) for file, claim in read if file.number < files[-1].number]
         for file, claim in earlier:
             if claim is None or claim.released:
@@ -235,7 +235,7 @@ class Claims:
                 other is not None and other.succeeds == claim.holder and at.number > file.number for at, other in read
             ):
                 continue  # its holder detects that too
-            holder = read_file(holder_uri(self._folder, claim.holder), Holder)
+            holder = read_model(holder_uri(self._folder, claim.holder), Holder)
             if self._is_live(SeenClaim(claim, file.uri, holder, heard.get(claim.holder, 0.0)), heard):
                 return False
         for file, _ in earlier:
