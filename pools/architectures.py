@@ -18,9 +18,13 @@ _OWN_CODE = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelFo
 
 @cache
 def listed() -> dict[str, dict[str, frozenset[str]]]:
-    """Returns names of architectures by engine version, and by `text` or `multimodal`."""
+    """Returns names of architectures by engine version, and by `text` or `multimodal`; with `configs`, the types of
+    models whose configs it reads."""
     lists = json.loads(LISTS.read_bytes())
-    return {version: {kind: frozenset(names) for kind, names in kinds.items()} for version, kinds in lists.items()}
+    return {
+        version: {kind: frozenset(names if isinstance(names, list) else names.split()) for kind, names in kinds.items()}
+        for version, kinds in lists.items()
+    }
 
 
 def why_not_served(config: Mapping[str, Any]) -> str | None:
@@ -42,7 +46,12 @@ def why_not_served(config: Mapping[str, Any]) -> str | None:
 def is_listed(config: Mapping[str, Any]) -> bool:
     """Returns True if an engine has code of its own for a config's architectures."""
     names = _architectures(config)
-    return any(name in kinds[kind] for kinds in listed().values() for kind in kinds for name in names)
+    return any(name in kinds[kind] for kinds in listed().values() for kind in ("text", "multimodal") for name in names)
+
+
+def has_config(config: Mapping[str, Any]) -> bool:
+    """Returns True if an engine has a class of its own for a config, by its `model_type`."""
+    return any(config.get("model_type") in kinds["configs"] for kinds in listed().values())
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:

@@ -44,6 +44,7 @@ EXPORTERS = {
 """Module, of the package in its name, and arguments with which a framework exports its own shards (deepspeed 0.19.8,
 verl 0.9.1). Both unpickle without limits: a checkpoint can run code in them. DeepSpeed's writes tied tensors as
 pytorch_model.bin alone, not with `--safe_serialization`."""
+_OF_RANK = re.compile(r"pytorch_model_fsdp_(?:\d+_)?rank\d+\.bin")
 _OF_VERL = re.compile(r"(?:actor/)?model_world_size_(\d+)_rank_(\d+)\.pt")
 _OF_ZERO = re.compile(r"([^/]+)/[^/]+_states\.pt")
 SHARDED_FOLDER = "pytorch_model_fsdp_0"
@@ -107,6 +108,11 @@ def weights_in(files: Mapping[str, FileInfo], problems: list[str]) -> Weights:
         problems.append(
             "weights are in Mistral's or Meta's own format (consolidated), with other names of tensors; convert them "
             "with transformers' convert_mistral_weights_to_hf.py or convert_llama_weights_to_hf.py"
+        )
+    elif ranks := [name for name in files if _OF_RANK.fullmatch(name)]:
+        problems.append(
+            f"weights are a shard of each of {len(ranks)} ranks (LOCAL_STATE_DICT, or use_dcp=False) by accelerate, which only as many "
+            "processes load; load them there, and save them with SHARDED_STATE_DICT and torch.distributed.checkpoint"
         )
     elif shards:
         problems.append(f"{len(shards)} weight shards without {INDEX_NAME}")

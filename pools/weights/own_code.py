@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pools.architectures import is_listed
+from pools.architectures import has_config, is_listed
 from pools.weights.formats import EXPORTERS, package_of, read_json
 from pools.weights.model_files import ModelFolder
 from pools.weights.tokenizers import SETTINGS_NAME
@@ -26,9 +26,16 @@ def code_needed(folder: ModelFolder) -> str | None:
     """
     if folder.made_by in EXPORTERS:
         return f"shards of {package_of(folder.made_by)}, whose exporter unpickles without limits, are"
-    model = _named(folder.config, _MODEL) or _named(folder.config, _CONFIG)
+    config = _named(folder.config, _CONFIG)
+    model = _named(folder.config, _MODEL) or config
     if model and not is_listed(folder.config):
         return f"config.json names {model}"
+    if config and not has_config(folder.config):
+        return f"config.json names {config}"
+    return _needed_by_tokenizer(folder)
+
+
+def _needed_by_tokenizer(folder: ModelFolder) -> str | None:
     if SETTINGS_NAME not in folder.files or not any(name.endswith(".py") for name in folder.files):
         return None
     described = read_json(folder.files[SETTINGS_NAME], [])
@@ -38,15 +45,19 @@ def code_needed(folder: ModelFolder) -> str | None:
     return None
 
 
-def require_code_allowed(folders: Iterable[ModelFolder], *, allowed: bool) -> None:
-    """Raises BadInput for the first checkpoint that needs code of its own, unless that may run."""
+def require_code_allowed(folders: Iterable[ModelFolder], *, allowed: bool, engine: bool = True) -> None:
+    """Raises BadInput for the first checkpoint that needs code of its own, unless that may run. `engine`: False if only
+    its tokenizer is read, by a harness, since another server has the model."""
     for folder in folders if not allowed else ():
-        if code := code_needed(folder):
+        if code := code_needed(folder) if engine else _needed_by_tokenizer(folder):
             raise BadInput(
                 expected="checkpoints that are read without code of their own, which may do anything as this user",
                 found=f"{code}, code in {folder.uri}",
                 remedy="read that code, and allow it to engine and harness: trust_remote_code: true in engine_kwargs "
-                "(--engine trust_remote_code=true)",
+                "(--engine trust_remote_code=true)"
+                if engine
+                else "name a tokenizer without code (--tokenizer), or let Assay serve it with --engine "
+                "trust_remote_code=true in place of --base-url",
             )
 
 

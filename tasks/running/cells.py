@@ -236,6 +236,8 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
     _check_resources(config, checkpoints)
     if config.pool_config is not None:
         require_code_allowed((each.folder for each in checkpoints if each.folder), allowed=config.trusts_code)
+    elif config.base_url is not None and config.evaluator.reads_tokenizer:
+        require_code_allowed((each.folder for each in checkpoints if each.folder), allowed=False, engine=False)
     paths = [config.evaluation_path, config.model_path, *filter(None, [config.benchmarks_path, *places])]
     for path in filter(None, (*paths, config.native_reference, *(checkpoint.uri for checkpoint in checkpoints))):
         if encodable(path) != path:

@@ -35,6 +35,8 @@ class EvaluatorOptions(Config):
     """The evaluator's display name."""
     in_suites: ClassVar[Mapping[str, Any]] = {}
     """Different defaults of options in suites."""
+    reads_tokenizer: ClassVar[bool] = False
+    """True if the harness itself loads the tokenizer of the checkpoint."""
 
     name: Any
     """The evaluator's name in configurations, records and paths; a Literal in each subclass."""

@@ -4,6 +4,7 @@
 
 `text` has those of text alone; `multimodal` those with images, video or sound as well. They are the models of vLLM's
 registry, and those of transformers that it serves by transformers' own code (its `_try_resolve_transformers`).
+`configs` has the types of models with a config class in vLLM or transformers, in a single text.
 Models for embeddings, classes, rewards, drafts and transcription are left out. A model that cannot be imported here is
 listed by its table in the registry.
 """
@@ -31,6 +32,13 @@ def architectures() -> dict[str, list[str]]:
         if facts is None or not facts.supports_transcription_only:
             kinds[name] = "multimodal" if name in shown or (facts and facts.supports_multimodal) else "text"
     return {kind: sorted(name for name in kinds if kinds[name] == kind) for kind in ("text", "multimodal")}
+
+
+def configs() -> str:
+    """Returns the sorted types of models whose config.json is read without code of the checkpoint."""
+    auto: Any = importlib.import_module("transformers.models.auto.configuration_auto")
+    vllm: Any = importlib.import_module("vllm.transformers_utils.config")
+    return " ".join(sorted({*auto.CONFIG_MAPPING.keys(), *vllm._CONFIG_REGISTRY}))
 
 
 def inspected(registry: Any, name: str) -> Any:
@@ -69,7 +77,7 @@ def main() -> None:
     placeholders: Any = importlib.import_module("torchvision")
     getattr(placeholders, "PLACEHOLDERS", []).extend(ELSEWHERE)
     version = importlib.metadata.version("vllm").partition("+")[0]
-    print(json.dumps({version: architectures()}, indent=1))
+    print(json.dumps({version: {**architectures(), "configs": configs()}}, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class HelmOptions(EvaluatorOptions):
     """Options of HELM."""
 
     title: ClassVar = "HELM"
+    reads_tokenizer: ClassVar = True
 
     name: Literal["helm"] = "helm"
     """Selects HELM."""

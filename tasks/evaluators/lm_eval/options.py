@@ -20,6 +20,7 @@ class LmEvalOptions(LmEvalBenchmarkOptions):
     """Options of lm-eval."""
 
     title: ClassVar = "lm-eval"
+    reads_tokenizer: ClassVar = True
     in_suites: ClassVar = {"max_gen_toks": 4096}
 
     name: Literal["lm_evaluation_harness"] = "lm_evaluation_harness"

@@ -170,3 +170,12 @@ def test_index_counts_where_shards_hold_a_tensor_twice(tmp_path: Path) -> None:
         merged = str(Merge.of_folders("interpolate", [str(folder), str(other)], "0"))
         with staging.stage(merged, digest_model_folder(inspect_checkpoint(merged))) as staged:
             assert tensors(staged.path) == truth
+
+
+def test_shard_of_each_rank_by_accelerate_is_named_with_a_way_out(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "run" / "checkpoint_1")
+    (folder / SINGLE).unlink()
+    _each("pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin")(folder)
+    [checkpoint] = find_checkpoints(str(tmp_path / "run"))
+    [problem] = checkpoint.problems
+    assert "a shard of each of 2 ranks (LOCAL_STATE_DICT" in problem and "SHARDED_STATE_DICT" in problem

@@ -164,6 +164,7 @@ def test_option_that_names_nothing_is_a_problem_of_the_checkpoint(tmp_path: Path
         ("LlamaForCausalLM", {}, {}, None),
         ("Phi3ForCausalLM", {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "m.M"}, {}, None),
         ("OwnForCausalLM", {"AutoConfig": "c.C", "AutoModelForCausalLM": "modeling_own.Own"}, {}, "modeling_own.Own"),
+        ("InternLM2ForCausalLM", {"AutoConfig": "configuration_own.Own"}, {}, "configuration_own.Own"),
         ("LlamaForCausalLM", {}, {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, "tokenization_own"),
         ("LlamaForCausalLM", {}, {"AutoTokenizer": ["tokenization_own.Another", None]}, None),
     ],
@@ -172,6 +173,8 @@ def test_code_that_a_checkpoint_needs_is_refused_before_an_engine_starts(
     tmp_path: Path, architecture: str, maps: dict[str, str], tokenizer: dict[str, list[str]], needed: str | None
 ) -> None:
     config = {**CONFIG, "architectures": [architecture], "auto_map": maps}
+    if architecture == "InternLM2ForCausalLM":
+        config["model_type"] = "internlm2"
     folder = write_checkpoint(tmp_path / "step-1", config=config)
     (folder / "tokenization_own.py").write_text("raise SystemExit")
     (folder / PARTS[1]).write_text(json.dumps({"auto_map": tokenizer, "tokenizer_class": "OwnTokenizerFast"}))
@@ -184,3 +187,9 @@ def test_code_that_a_checkpoint_needs_is_refused_before_an_engine_starts(
     with pytest.raises(BadInput, match=needed) as refused:
         require_code_allowed([inspected], allowed=False)
     assert "--engine trust_remote_code=true" in refused.value.remedy
+    if not tokenizer:
+        require_code_allowed([inspected], allowed=False, engine=False)
+        return
+    with pytest.raises(BadInput, match=needed) as refused:  # the harness alone reads the tokenizer
+        require_code_allowed([inspected], allowed=False, engine=False)
+    assert "--tokenizer" in refused.value.remedy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -354,3 +355,25 @@ def test_incomplete_options_say_what_was_found(options: dict[str, Any], words: s
     with pytest.raises(BadInput) as caught:
         evaluation_from_options(EvaluationOptions(**options), PoolOptions(engine=("oops",)))
     assert words.lower() in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "refused"), [("lm_evaluation_harness", True), ("helm", True), ("inspect_ai", False)]
+)
+def test_code_of_a_tokenizer_is_refused_for_another_server_if_the_harness_would_read_it(
+    tmp_path: Path, evaluator: str, refused: bool
+) -> None:
+    folder = write_run(tmp_path / "run-a", [100]) / "hf" / "step-100"
+    (folder / "tokenization_own.py").write_text("raise SystemExit")
+    own = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}, "tokenizer_class": "Own"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    changes = {} if refused else {"evals": [{"name": "demo_choices"}]}
+    named = {"base_url": "http://there/v1", "evaluator": {"name": evaluator}}
+    asked = config(tmp_path / "run-a", tmp_path / "out", **named, **changes)
+    found = find_checkpoints(str(tmp_path / "run-a"))
+    if not refused:
+        assert plan_cells.fn([asked], found)
+        return
+    with pytest.raises(BadInput, match="tokenization_own") as caught:
+        plan_cells.fn([asked], found)
+    assert "--tokenizer" in caught.value.remedy
