@@ -23,6 +23,7 @@ from pools.weights.formats import (
     EXPORTERS,
     INDEX_NAME,
     VERL_RECIPE,
+    ZERO_RECIPE,
     package_of,
     read_json,
     read_safetensors_header,
@@ -90,9 +91,10 @@ def export_states(making: Making) -> None:
     recipe = making.folder.made_by
     assert recipe is not None
     folder, target = making.content.parent / "shards", making.content.parent / "exported"
-    tag = storage.basename(storage.parent(making.folder.files[making.folder.weight_files[-1]].uri))
+    shards = storage.parent(making.folder.files[making.folder.weight_files[-1]].uri)
+    tag, place = storage.basename(shards), storage.parent(shards) if recipe == ZERO_RECIPE else shards
     module, *arguments = (part.format(folder=folder, target=target, tag=tag) for part in EXPORTERS[recipe].split(" "))
-    typed = f"python -m {EXPORTERS[recipe]}".format(folder=making.folder.uri, target="FOLDER", tag=tag)
+    typed = f"python -m {EXPORTERS[recipe]}".format(folder=place, target="FOLDER", tag=tag)
     if not making.trusted:
         raise CheckpointError(
             expected="weights that are read without running code in them",

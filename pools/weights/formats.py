@@ -111,8 +111,8 @@ def weights_in(files: Mapping[str, FileInfo], problems: list[str]) -> Weights:
         )
     elif ranks := [name for name in files if _OF_RANK.fullmatch(name)]:
         problems.append(
-            f"weights are a shard of each of {len(ranks)} ranks (LOCAL_STATE_DICT, or use_dcp=False) by accelerate, which only as many "
-            "processes load; load them there, and save them with SHARDED_STATE_DICT and torch.distributed.checkpoint"
+            f"weights are a shard of each of {len(ranks)} ranks (LOCAL_STATE_DICT, or use_dcp=False) by accelerate, "
+            "which only as many processes load; load them there, and save them with SHARDED_STATE_DICT and use_dcp"
         )
     elif shards:
         problems.append(f"{len(shards)} weight shards without {INDEX_NAME}")
