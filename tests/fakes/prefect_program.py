@@ -1,15 +1,16 @@
 """A Prefect server as a program: `prefect server start` without its command line, and with less garbage collection.
 
-Prefect's own variables select its services and UI.
+It listens at a bound socket with the given descriptor. Prefect's own variables select its services and UI.
 """
 
 from __future__ import annotations
 
 import gc
+import socket
 import sys
 
 
-def main(port: int) -> None:
+def main(descriptor: int) -> None:
     gc.disable()  # a fifth of the time of these imports
     import uvicorn
     from prefect.server.api.server import create_app
@@ -17,7 +18,8 @@ def main(port: int) -> None:
     app = create_app(final=True)
     gc.freeze()
     gc.enable()
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", lifespan="on")
+    config = uvicorn.Config(app, log_level="warning", lifespan="on")
+    uvicorn.Server(config).run([socket.socket(fileno=descriptor)])
 
 
 if __name__ == "__main__":

@@ -40,13 +40,17 @@ def start_prefect_server(
         write_prefect_database(home / "prefect.db")
     own = {"PREFECT_HOME": str(home), "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
     private = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(prefect_program.__file__), str(port)],
-        env=process_environment({**own, **private, **_WRITTEN_ALREADY, **variables}),
-        cwd=home,
-        stdout=log,
-        stderr=log,
-    )
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", port))  # else another process could take the port before the server has it
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(prefect_program.__file__), str(reserved.fileno())],
+            env=process_environment({**own, **private, **_WRITTEN_ALREADY, **variables}),
+            cwd=home,
+            stdout=log,
+            stderr=log,
+            pass_fds=[reserved.fileno()],
+        )
     eventually(lambda: _listens(port) or process.poll() is not None)
     assert process.poll() is None, f"the Prefect server has ended with {process.returncode}"
     return process
