@@ -18,8 +18,8 @@ _OWN_CODE = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelFo
 
 @cache
 def listed() -> dict[str, dict[str, frozenset[str]]]:
-    """Returns names of architectures by engine version, and by `text` or `multimodal`; with `configs`, the types of
-    models whose configs it reads."""
+    """Returns names of architectures by engine version, and by `text` or `multimodal`; with `configs`, types of
+    models with configs that it reads."""
     lists = json.loads(LISTS.read_bytes())
     return {
         version: {kind: frozenset(names if isinstance(names, list) else names.split()) for kind, names in kinds.items()}

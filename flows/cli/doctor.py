@@ -98,9 +98,9 @@ def _cpu_engine() -> Finding:
 
 
 def _accelerators(subject: str, unit: str, *places: tuple[str, str]) -> Finding:
-    found = next(filter(None, (len(list(Path(folder).glob(pattern))) for folder, pattern in places)), 0)
+    count = next(filter(None, (len(list(Path(folder).glob(pattern))) for folder, pattern in places)), 0)
     remedy = f"pools with {subject.capitalize()}Config need another machine"
-    return _checked(subject, bool(found), f"{found}{unit}" if found else "none", remedy, "note")
+    return _checked(subject, bool(count), f"{count}{unit}" if count else "none", remedy, "note")
 
 
 def _memory() -> Finding:

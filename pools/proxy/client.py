@@ -95,8 +95,8 @@ def wait_for_address(
         time.sleep(_ADDRESS_POLL_SECONDS)
 
 
-def address_of_job(job: JobHandle, what: str, *, timeout_seconds: float, remedy: str) -> ProxyAddress:
-    """Returns the address that a proxy's job announces; `what` is the subject of the error, which shows its log."""
+def address_of_job(job: JobHandle, subject: str, *, timeout_seconds: float, remedy: str) -> ProxyAddress:
+    """Returns the address that a proxy's job announces; `subject` is that of the error, which shows its log."""
 
     def is_running() -> bool:
         return not job.status().finished
@@ -107,7 +107,7 @@ def address_of_job(job: JobHandle, what: str, *, timeout_seconds: float, remedy:
         details, log = job.details(), job.logs(20).rstrip()
         state = "it ended" if details.status.finished else f"it is {details.status}"
         raise ProxyFailed(
-            expected=f"{what} to answer within {timeout_seconds:g} s",
+            expected=f"{subject} to answer within {timeout_seconds:g} s",
             found=f"{state}{f', {details.reason}' if details.reason else ''}. Last lines of its log:\n{log}",
             remedy=remedy,
         ) from error

@@ -98,7 +98,7 @@ def export_states(making: Making) -> None:
     if not making.trusted:
         raise CheckpointError(
             expected="weights that are read without running code in them",
-            found=f"{making.folder.uri} has shards of {package_of(recipe)}, whose exporter unpickles without limits",
+            found=f"{making.folder.uri} has shards of {package_of(recipe)}; its exporter unpickles without limits",
             remedy=f"allow it (--engine trust_remote_code=true), or export them: {typed}",
         )
     python = _python_with(package_of(recipe), making, typed)
@@ -124,7 +124,7 @@ def _python_with(package: str, making: Making, typed: str) -> str:
         if subprocess.run([python, "-I", "-c", look], check=False, capture_output=True).returncode == 0:
             return python
     raise CheckpointError(
-        expected=f"{package}, whose exporter reads {making.folder.uri}",
+        expected=f"{package}: its exporter reads {making.folder.uri}",
         found=f"none of {', '.join(dict.fromkeys(places))} has it",
         remedy=f"install it for one of them, or export the shards: {typed}",
     )

@@ -59,7 +59,7 @@ def keeps_removed_files(folder: Path) -> bool:
 
 
 @dataclass(eq=False)
-class _Wanted:
+class _Kept:
     users: set[str] = field(default_factory=set)
     held: ExitStack = field(default_factory=ExitStack)
     size_bytes: int = 0
@@ -69,7 +69,7 @@ class Keeper:
     """Keeps checkpoints until nothing wants them, or the end of the `with` block.
 
     `on_unprotected` gets the reason for the first checkpoint that cannot be kept. `by_opening` returns True for folders
-    whose files are kept open; those of others are copied.
+    with files that are kept open, and False for folders that are copied.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Keeper:
     ) -> None:
         self._on_unprotected = on_unprotected
         self._by_opening = by_opening
-        self._wanted: dict[str, _Wanted] = {}
+        self._kept: dict[str, _Kept] = {}
         self._changing = threading.RLock()
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="keep")
 
@@ -86,7 +86,7 @@ class Keeper:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for user in {user for wanted in self._wanted.values() for user in wanted.users}:
+        for user in {user for kept in self._kept.values() for user in kept.users}:
             self.release(user)
         self._copying.shutdown(cancel_futures=True)
 
@@ -96,56 +96,56 @@ class Keeper:
             return
         key = _key(places, digests)
         with self._changing:
-            wanted = self._wanted.setdefault(key, _Wanted())
-            known = bool(wanted.users)
-            wanted.users.add(wanted_by)
+            kept = self._kept.setdefault(key, _Kept())
+            known = bool(kept.users)
+            kept.users.add(wanted_by)
         if known:
             return
         files = _files_of(folder, places)
         with suppress(OSError):  # it is being removed
             if all(map(self._by_opening, {path.parent for path in files.values()})):
-                self._hold(key, wanted, files, Path(places[0]), _opened)
+                self._hold(key, kept, files, Path(places[0]), _opened)
             elif time.time() - max(folder.modified, Path(places[0]).parent.stat().st_mtime) < _TRAINING_SECONDS:
                 _staging_folder().mkdir(parents=True, exist_ok=True)
-                self._copying.submit(self._hold, key, wanted, files, _staging_folder(), partial(_copied, wanted))
+                self._copying.submit(self._hold, key, kept, files, _staging_folder(), partial(_copied, kept))
 
     def release(self, user: str) -> None:
         """Ends the interest of a user, for example after its record is written."""
         with self._changing:
-            for key, wanted in list(self._wanted.items()):
-                wanted.users.discard(user)
-                if not wanted.users:
-                    del self._wanted[key]
-                    wanted.held.close()
+            for key, kept in list(self._kept.items()):
+                kept.users.discard(user)
+                if not kept.users:
+                    del self._kept[key]
+                    kept.held.close()
 
     def _hold(
-        self, key: str, wanted: _Wanted, files: Mapping[str, Path], disk: Path, opened: Callable[[Path], IO[bytes]]
+        self, key: str, kept: _Kept, files: Mapping[str, Path], disk: Path, opened: Callable[[Path], IO[bytes]]
     ) -> None:
         try:
-            self._reserve(wanted, disk, sum(path.stat().st_size for path in files.values()))
+            self._reserve(kept, disk, sum(path.stat().st_size for path in files.values()))
             with ExitStack() as held:
                 held.enter_context(_linked_from_a_folder(key, {name: partial(opened, files[name]) for name in files}))
                 with self._changing:
-                    if wanted.users:
-                        wanted.held.enter_context(held.pop_all())
+                    if kept.users:
+                        kept.held.enter_context(held.pop_all())
         except CopyStopped:
             return
         except (OSError, AssayError) as error:
-            wanted.size_bytes = 0
+            kept.size_bytes = 0
             self._on_unprotected(error.found if isinstance(error, AssayError) else str(error))
             self._on_unprotected = str
 
-    def _reserve(self, wanted: _Wanted, disk: Path, size_bytes: int) -> None:
+    def _reserve(self, kept: _Kept, disk: Path, size_bytes: int) -> None:
         with self._changing:
             bound = min(settings().staging_max_bytes, shutil.disk_usage(disk).free // 2)
-            kept_bytes = sum(each.size_bytes for each in self._wanted.values())
+            kept_bytes = sum(each.size_bytes for each in self._kept.values())
             if kept_bytes + size_bytes > bound:
                 raise StorageError(
                     expected=f"room for {size_text(size_bytes)} more of kept checkpoints on the disk of {disk}",
                     found=f"{size_text(kept_bytes)} kept, a bound of {size_text(bound)}, at most half of the free disk",
                     remedy="free the disk, raise ASSAY_STAGING_MAX_BYTES, or evaluate fewer checkpoints at a time",
                 )
-            wanted.size_bytes = size_bytes
+            kept.size_bytes = size_bytes
 
 
 _keeper: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
@@ -181,8 +181,8 @@ def release(user: str) -> None:
 def kept_location(uri: str, digests: ModelDigests) -> Iterator[str]:
     """Yields a location with kept files in place of a checkpoint's own; the location itself if they are not kept.
 
-    In the block this process has its own hold of them, after the release of others too. The digests are those of the
-    plan.
+    In the block this process has its own hold of them, after others release it too. `digests` is what the
+    plan has.
     """
     places = _places(uri)
     key = _key(places, digests)
@@ -234,11 +234,11 @@ def _opened(path: Path) -> IO[bytes]:
         os.close(file)
 
 
-def _copied(wanted: _Wanted, source: Path) -> IO[bytes]:
+def _copied(kept: _Kept, source: Path) -> IO[bytes]:
     copy = tempfile.TemporaryFile(dir=_staging_folder())  # noqa: SIM115 - the caller closes it
     with _opened(source) as read:
         while block := read.read(_BLOCK_BYTES):
-            if not wanted.users:
+            if not kept.users:
                 raise CopyStopped
             copy.write(block)
     copy.flush()

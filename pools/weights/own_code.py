@@ -25,7 +25,7 @@ def code_needed(folder: ModelFolder) -> str | None:
         StorageError: a file in a store cannot be read.
     """
     if folder.made_by in EXPORTERS:
-        return f"shards of {package_of(folder.made_by)}, whose exporter unpickles without limits, are"
+        return f"shards of {package_of(folder.made_by)} (its exporter unpickles without limits) are"
     config = _named(folder.config, _CONFIG)
     model = _named(folder.config, _MODEL) or config
     if model and not is_listed(folder.config):

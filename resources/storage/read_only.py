@@ -1,4 +1,4 @@
-"""A file system of fsspec for reading only: one that reads ranges of files, and refuses to write."""
+"""A file system of fsspec that reads ranges of files, and refuses to write."""
 
 from __future__ import annotations
 

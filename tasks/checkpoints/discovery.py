@@ -83,8 +83,8 @@ def find_checkpoints(
         made = exports[folder]
         return replace(made, run=own.run, name=own.name, step=own.step, label=own.label, series=own.series)
 
-    found = layouts.found(names, export, kinds, reference=reference, options=options)
-    checkpoints = [replace(made, uri=options.at(made.uri)) if options else made for made, _ in found]
+    named = layouts.checkpoints(names, export, kinds, reference=reference, options=options)
+    checkpoints = [replace(made, uri=options.at(made.uri)) if options else made for made, _ in named]
     if not checkpoints:
         raise NoCheckpoints(
             expected=f"checkpoints at {path}, {path}/step-N or {path}/hf/step-N",
@@ -125,7 +125,7 @@ class Layouts(NamedTuple):
             if (named := names.by_folder.get(folder)) is not None:
                 yield folder, held, named
 
-    def found(
+    def checkpoints(
         self,
         names: Names,
         export: Callable[[str, Named], Checkpoint],

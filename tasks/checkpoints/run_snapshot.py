@@ -220,12 +220,12 @@ def _judged(
     verdicts |= _verdicts([*listed.values()], verdicts)
     verdicts |= {state: (*verdicts[state], *missing) for state, missing in unmarked.items()}
     problems = {folder: verdicts[each.state] for folder, each in listed.items()}
-    names = counted(names, {folder: not found for folder, found in problems.items()}, lambda at: listed[at].model())
-    found = layouts.found(
+    names = counted(names, {folder: not problems[folder] for folder in problems}, lambda at: listed[at].model())
+    named = layouts.checkpoints(
         names, lambda at, own: checkpoint_of(own, at, 0.0, problems=problems[at]), reference=reference, options=options
     )
     checkpoints: list[SeenCheckpoint] = []
-    for made, held in found:
+    for made, held in named:
         if (own := listed.get(made.uri)) is not None:
             uri, listing = own.uri, own.listing
         else:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
+import orjson
 
 from tasks.reports.viewer.columns import (
     CUT,
@@ -24,7 +25,6 @@ from tasks.reports.viewer.columns import (
     ViewedCheckpoint,
     ViewedQuestion,
     as_bytes,
-    as_json,
     is_right,
 )
 
@@ -88,7 +88,9 @@ def made_files(
         clusters = [f"passage-{number // 3}" for number in range(questions)] if not choices else []
         parts = ["made_one", "made_two"] if choices else [name]
         part = [int(number >= questions // 2) for number in range(questions)] if choices else []
-        files[f"{key}/questions.json"] = as_json(Questions(ids, parts, part, clusters, metrics, questions_per_part))
+        files[f"{key}/questions.json"] = orjson.dumps(
+            Questions(ids, parts, part, clusters, metrics, questions_per_part)
+        )
         for number, column in enumerate(columns):
             files[f"{key}/scores/{number}.bin"] = column.tobytes()
         files[f"{key}/flags.bin"] = flags.astype(np.uint8).tobytes()
@@ -100,14 +102,14 @@ def made_files(
         ]
         for number in range(0, questions, questions_per_part):
             content = Part(number, asked[number : number + questions_per_part])
-            files[f"{key}/part/{number // questions_per_part}.json"] = as_json(content)
+            files[f"{key}/part/{number // questions_per_part}.json"] = orjson.dumps(content)
         with_samples = [number for number in range(checkpoints) if number != empty]
         neighbours = [*pairwise(with_samples), (with_samples[0], with_samples[-1])]
         for metric, column in enumerate(columns):
             for before, after in neighbours:
                 made = _pair(column[before], column[after], metrics[metric])
-                files[f"{key}/pairs/{metric}-{before}-{after}.json"] = as_json(made)
-    return {"index.json": as_json(Index("Made questions", searches=False, benchmarks=benchmarks)), **files}
+                files[f"{key}/pairs/{metric}-{before}-{after}.json"] = orjson.dumps(made)
+    return {"index.json": orjson.dumps(Index("Made questions", searches=False, benchmarks=benchmarks)), **files}
 
 
 def _question(

@@ -18,16 +18,7 @@ from scipy.stats import binomtest
 from fakes.browser import Page, browser
 from fakes.view_server import ViewServer, view_server
 from fakes.viewing import HOSTILE, made_files
-from tasks.reports.viewer.columns import (
-    NO_SCORE,
-    Index,
-    Questions,
-    Scale,
-    Score,
-    ViewedBenchmark,
-    ViewedCheckpoint,
-    as_json,
-)
+from tasks.reports.viewer.columns import NO_SCORE, Index, Questions, Scale, Score, ViewedBenchmark, ViewedCheckpoint
 from tasks.reports.viewer.page import single_file
 from tasks.verdicts.statistics.paired import mcnemar
 
@@ -89,10 +80,10 @@ def large_files(*, questions: int, checkpoints: int) -> dict[str, bytes]:
     ]
     ids = [f"question-{number}" for number in range(questions)]
     return {
-        "index.json": as_json(
+        "index.json": orjson.dumps(
             Index("Large", True, [ViewedBenchmark("large", "lm-eval", "large", "", "00", ["acc"], shown)])
         ),
-        "large/questions.json": as_json(Questions(ids, [], [], [], [Scale("acc", True, 0.0, 1.0)], 1)),
+        "large/questions.json": orjson.dumps(Questions(ids, [], [], [], [Scale("acc", True, 0.0, 1.0)], 1)),
         "large/scores/0.bin": (right * np.uint8(254)).tobytes(),
         "large/flags.bin": bytes(right.size),
     }
@@ -492,7 +483,9 @@ def test_search_uses_the_server_and_reports_a_slow_or_broken_server(page: Page, 
     page.until("document.getElementById('empty').textContent.includes('3 of 200 files')")
     page.until(DRAWN)
 
-    server.answers["large/questions.json"] = [(200, as_json(Questions([], [], [], [], [], 1, {"0": "no such file"})))]
+    server.answers["large/questions.json"] = [
+        (200, orjson.dumps(Questions([], [], [], [], [], 1, {"0": "no such file"})))
+    ]
     page.go("about:blank")
     page.go(f"{server.url}/large/")
     page.until("document.getElementById('empty').textContent.includes('no such file')")

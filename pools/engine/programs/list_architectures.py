@@ -35,7 +35,7 @@ def architectures() -> dict[str, list[str]]:
 
 
 def configs() -> str:
-    """Returns the sorted types of models whose config.json is read without code of the checkpoint."""
+    """Returns sorted types of models; their config.json is read without code of the checkpoint."""
     auto: Any = importlib.import_module("transformers.models.auto.configuration_auto")
     vllm: Any = importlib.import_module("vllm.transformers_utils.config")
     return " ".join(sorted({*auto.CONFIG_MAPPING.keys(), *vllm._CONFIG_REGISTRY}))

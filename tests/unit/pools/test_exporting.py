@@ -23,12 +23,12 @@ from tasks.checkpoints.discovery import find_checkpoints
 
 EXPORTER = """
 import pathlib, sys
-words = sys.argv[1:]
-print("loading", words)
-place = dict(zip(words, words[1:]))
-source = pathlib.Path(place.get("--local_dir", words[0])).resolve()
-target = pathlib.Path(place.get("--target_dir", words[1]))
-assert "--trust-remote-code" in words if "--local_dir" in words else place["--tag"] == "global_step100"
+given = sys.argv[1:]
+print("loading", given)
+place = dict(zip(given, given[1:]))
+source = pathlib.Path(place.get("--local_dir", given[0])).resolve()
+target = pathlib.Path(place.get("--target_dir", given[1]))
+assert "--trust-remote-code" in given if "--local_dir" in given else place["--tag"] == "global_step100"
 shards = sorted(source.rglob("*.pt"))
 assert len(shards) == 2 and all(path.is_file() for path in shards), shards
 assert (source / "huggingface/config.json").is_file()

@@ -220,7 +220,7 @@ def test_judge_is_the_models_own_pool_unless_another_is_named(tmp_path: Path) ->
     with pytest.raises(EndpointUnusable, match="it offers big-judge"):
         asyncio.run(judge_at("bigger-judge"))
     for named in ("hf://acme/big-judge", "acme/big-judge"):  # as `assay pool up` names what it serves
-        assert (found := asyncio.run(judge_at(named))) and found.model == "big-judge"
+        assert (judge := asyncio.run(judge_at(named))) and judge.model == "big-judge"
     gone = AlpacaEvalOptions(judge=Judge(base_url="http://127.0.0.1:9/v1", model="m"))
     with pytest.raises(EndpointUnusable):
         judge_of(judged.model_copy(update={"evaluator": gone}), own)
@@ -370,10 +370,10 @@ def test_code_of_a_tokenizer_is_refused_for_another_server_if_the_harness_would_
     changes = {} if refused else {"evals": [{"name": "demo_choices"}]}
     named = {"base_url": "http://there/v1", "evaluator": {"name": evaluator}}
     asked = config(tmp_path / "run-a", tmp_path / "out", **named, **changes)
-    found = find_checkpoints(str(tmp_path / "run-a"))
+    checkpoints = find_checkpoints(str(tmp_path / "run-a"))
     if not refused:
-        assert plan_cells.fn([asked], found)
+        assert plan_cells.fn([asked], checkpoints)
         return
     with pytest.raises(BadInput, match="tokenization_own") as caught:
-        plan_cells.fn([asked], found)
+        plan_cells.fn([asked], checkpoints)
     assert "--tokenizer" in caught.value.remedy

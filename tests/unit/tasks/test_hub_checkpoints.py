@@ -91,12 +91,12 @@ def test_a_single_stage_has_the_name_that_its_revisions_have_when_they_are_named
     first = "stage1-step1000-tokens4B"
     hub.revisions[SERIES] = {name: files for name, files in branches.items() if "stage2" not in name}
     hub.revisions[SERIES]["main"] = branches["refs/tags/stage2-step1000-tokens1B"]  # other content than the last step's
-    found = find_checkpoints("acme/series")
-    assert {each.run for each in found} == {"series-stage1"} and {each.series for each in found} == {"stage1"}
-    assert [each.name for each in found] == ["series-stage1-1000", "series-stage1-2000", "series-stage1-final"]
+    series = find_checkpoints("acme/series")
+    assert {each.run for each in series} == {"series-stage1"} and {each.series for each in series} == {"stage1"}
+    assert [each.name for each in series] == ["series-stage1-1000", "series-stage1-2000", "series-stage1-final"]
     assert only(f"acme/series@{first}").name == "series-stage1-1000"
     seen = with_digests("hf://acme/series", snapshot_run("hf://acme/series"), reference=None)
-    assert {each.name for each in seen} == {each.name for each in found}
+    assert {each.name for each in seen} == {each.name for each in series}
     named = {}
     for model, given in (
         ("acme/series", None),
