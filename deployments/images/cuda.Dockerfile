@@ -31,25 +31,21 @@ COPY deployments/images/build.py ./
 COPY resources/environments/requirements/vllm-cuda.txt resources/environments/requirements/
 RUN python build.py resources.environments.environments ENVIRONMENTS vllm-cuda
 
-COPY tasks/evaluators/lm_eval/environment.py tasks/evaluators/lm_eval/
+COPY tasks/evaluators/environments.py tasks/evaluators/
 COPY tasks/evaluators/lm_eval/requirements/lm-eval.txt tasks/evaluators/lm_eval/requirements/
-RUN python build.py tasks.evaluators.lm_eval.environment LM_EVAL
+RUN python build.py tasks.evaluators.environments LM_EVAL
 
-COPY tasks/evaluators/helm/environment.py tasks/evaluators/helm/
 COPY tasks/evaluators/helm/requirements/helm.txt tasks/evaluators/helm/requirements/helm-overrides.in tasks/evaluators/helm/requirements/
-RUN python build.py tasks.evaluators.helm.environment HELM
+RUN python build.py tasks.evaluators.environments HELM
 
-COPY tasks/evaluators/alpaca_eval/environment.py tasks/evaluators/alpaca_eval/
 COPY tasks/evaluators/alpaca_eval/requirements/alpaca-eval.txt tasks/evaluators/alpaca_eval/requirements/
-RUN python build.py tasks.evaluators.alpaca_eval.environment ALPACA_EVAL
+RUN python build.py tasks.evaluators.environments ALPACA_EVAL
 
-COPY tasks/evaluators/inspect_ai/environment.py tasks/evaluators/inspect_ai/
 COPY tasks/evaluators/inspect_ai/requirements/inspect-ai.txt tasks/evaluators/inspect_ai/requirements/
-RUN python build.py tasks.evaluators.inspect_ai.environment INSPECT_AI
+RUN python build.py tasks.evaluators.environments INSPECT_AI
 
-COPY tasks/evaluators/levanter/environment.py tasks/evaluators/levanter/
 COPY tasks/evaluators/levanter/requirements/levanter-cuda.txt tasks/evaluators/levanter/requirements/
-RUN python build.py tasks.evaluators.levanter.environment LEVANTER gpu
+RUN python build.py tasks.evaluators.environments LEVANTER gpu
 
 # What `.dockerignore` lets in. Builders that do not compare arguments of labels compare those of a RUN.
 ARG VERSION

@@ -237,7 +237,6 @@ def test_compare_reads_every_record_and_all_samples_once(tmp_path: Path):
         (["run-a-100", "run-a-300"], "withheld"),
         (["run-a-100", "run-a-200", "--evaluator", "helmet"], "helmet"),
         (["run-a-100", "run-a-200", "--benchmark", "nothing*"], "take back --evaluator, --benchmark"),
-        (["run-a-100", "run-a-200", "--adjust", "bonferroni"], "bonferroni"),
     ],
 )
 def test_compare_of_what_cannot_be_compared_says_what_there_is(tmp_path: Path, arguments: list[str], expected: str):
@@ -246,6 +245,11 @@ def test_compare_of_what_cannot_be_compared_says_what_there_is(tmp_path: Path, a
     publish(tmp_path, make_record(step=300, status="withheld"))
 
     assert expected in refused(tmp_path, *arguments)
+
+
+def test_unknown_adjustment_is_refused_with_the_known_names(tmp_path: Path):
+    done = invoke(["compare", "run-a-100", "run-a-200", "--adjust", "bonferroni", "--path", tmp_path])
+    assert done.exit_code == 3 and all(name in done.stderr for name in ("bonferroni", "holm"))
 
 
 def test_compare_table_fits_eighty_characters_and_tells_test_and_adjustment(

@@ -197,7 +197,6 @@ def test_table_shows_the_metrics_that_are_named_and_older_records_if_all_are_wan
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--format", "xlsx"], "table, csv, jsonl, parquet"),
         (["--format", "parquet"], "--output"),
         (["--output", "results.xlsx"], "results.xlsx"),
         (["--json", "--format", "csv"], "--json"),
@@ -209,6 +208,11 @@ def test_table_shows_the_metrics_that_are_named_and_older_records_if_all_are_wan
 )
 def test_what_cannot_be_meant_is_refused(evaluations: Path, arguments: list[str], expected: str):
     assert expected in refused(evaluations, *arguments)
+
+
+def test_unknown_format_is_refused_with_the_known_names(evaluations: Path):
+    done = invoke(["records", evaluations, "--format", "xlsx"])
+    assert done.exit_code == 3 and all(name in done.stderr for name in ("xlsx", "table", "csv", "jsonl", "parquet"))
 
 
 def test_folder_without_records_says_so(tmp_path: Path):
