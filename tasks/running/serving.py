@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -28,24 +29,28 @@ _NOT_RECORDED = {"number", "model", "digest", "failure", "ended"}
 
 
 class SharedSeconds:
-    """Replica seconds, divided at each moment equally among the cells that use a checkpoint."""
+    """Replica seconds, divided at each moment equally among the cells that use a checkpoint.
+
+    `total` returns the seconds that a checkpoint has used so far. Threads read it in turn, since a smaller number than
+    before means that the proxy was restarted.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seen: dict[str, float] = {}
         self._parts: dict[str, dict[str, float]] = {}
 
-    def join(self, model: str, attempt: str, total: float) -> None:
-        """Starts counting an attempt's share of a checkpoint that has used `total` seconds so far."""
+    def join(self, model: str, attempt: str, total: Callable[[], float]) -> None:
+        """Starts counting an attempt's share of a checkpoint."""
         with self._lock:
-            self._divide(model, total)
+            self._divide(model, total())
             self._parts.setdefault(model, {})[attempt] = 0.0
 
-    def leave(self, model: str, attempt: str, total: float | None = None) -> float:
+    def leave(self, model: str, attempt: str, total: Callable[[], float] | None = None) -> float:
         """Stops counting; returns the attempt's seconds, 0 if it had none. Without `total`, the share does not grow."""
         with self._lock:
             if total is not None:
-                self._divide(model, total)
+                self._divide(model, total())
             return round(self._parts.get(model, {}).pop(attempt, 0.0), 3)
 
     def _divide(self, model: str, total: float) -> None:
@@ -80,7 +85,7 @@ class PoolServing:
     def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> PoolCell:
         """Requests a checkpoint for a cell, as `PoolSession.open`; `in_chat` sends prompts through its template."""
         deaths, now = _deaths(self.session), time.time()
-        self.shares.join(name, attempt, self.session.replica_seconds(name))
+        self.shares.join(name, attempt, partial(self.session.replica_seconds, name))
         try:
             opened = self.session.open(name, cell=cell, attempt=attempt, mirror=mirror)
         except BaseException:
@@ -115,7 +120,7 @@ class PoolCell(OpenCell):
         """Releases the checkpoint after the last request; returns how it was served, for the record."""
         name = self.running.model
         report = self.session.report_of(name, self)
-        seconds = self.shares.leave(name, self.attempt, self.session.replica_seconds(name))
+        seconds = self.shares.leave(name, self.attempt, partial(self.session.replica_seconds, name))
         self.session.unwant(name)
         # If all answers come from the journal, no engine is needed.
         loaded = report.model_dump(exclude=_NOT_RECORDED) if report else {"how": "not needed"}

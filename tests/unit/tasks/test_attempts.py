@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
@@ -59,7 +60,7 @@ from tasks.running.cells import Cell, standing_record
 from tasks.running.conclude import announce
 from tasks.running.pricing import cost_of
 from tasks.running.run_cell import run_cell
-from tasks.running.serving import EndpointServing, PoolServing
+from tasks.running.serving import EndpointServing, PoolServing, SharedSeconds
 from tasks.running.warm import Harness
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
@@ -262,6 +263,27 @@ def test_cell_costs_the_chips_seconds_and_regional_price_of_its_replica(tmp_path
             both = list(threads.map(run, ("b", "c"), (SLICES, SLICES)))
         whole = session.replica_seconds(checkpoint.name) - before
     assert sum(each.served["replica_seconds"] for each in both) <= whole + 0.01, "none of its seconds is paid twice"
+
+
+def test_cells_that_read_seconds_at_once_share_them():
+    shares, begun, used = SharedSeconds(), threading.Barrier(2), iter((1.0, 2.0, 5.0, 9.0))
+
+    def read_slowly() -> float:
+        seconds = next(used)
+        if seconds == 5.0:
+            begun.wait(10)  # the other cell reads, too: 9.0
+        return seconds
+
+    def leave_later() -> float:
+        begun.wait(10)
+        return shares.leave("run-a", "second", read_slowly)
+
+    shares.join("run-a", "first", read_slowly)
+    shares.join("run-a", "second", read_slowly)
+    with ThreadPoolExecutor(1) as threads:
+        second = threads.submit(leave_later)
+        assert shares.leave("run-a", "first", read_slowly) == 1.0 + 1.5
+        assert second.result() == 1.5 + 4.0
 
 
 def planning(go: Path, plan: str) -> Commanded:
