@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -16,6 +16,7 @@ from tasks.contamination.imported import import_flags
 from tasks.contamination.scan import ScanProgress, ScanSettings, scan
 from tasks.contamination.texts import TextSource, training_texts
 from tasks.records.questions.asked import AskedQuestion, every_question
+from tasks.records.questions.flags import ImportedTool
 from tasks.records.record import find_records
 from tasks.reports.contamination import searched
 
@@ -32,7 +33,7 @@ def contamination(
     threshold: float = 0.5,
     processes: Annotated[int | None, Positive] = None,
     findings: tuple[str, ...] = (),
-    tool: Annotated[Literal["decon", "marin", "list"], Parameter("--from")] = "list",
+    tool: Annotated[ImportedTool, Parameter("--from")] = "list",
     benchmark: str | None = None,
     covers: tuple[str, ...] = (),
     name: str | None = None,

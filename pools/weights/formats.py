@@ -155,7 +155,7 @@ def files_of_model(listed: Mapping[str, FileInfo]) -> dict[str, FileInfo]:
     shards of FSDP, of ZeRO if there are no other weights, and those below verl's `actor/`, without the folder."""
     if any(_OF_VERL.fullmatch(name) for name in listed):
         listed = {name.removeprefix("actor/").removeprefix("huggingface/"): file for name, file in listed.items()}
-    whole = any(fnmatch.fnmatchcase(name, pattern) for name in listed for pattern in _WEIGHTS if "/" not in name)
+    whole = any("/" not in name and _is_weights(name) for name in listed)
     return {
         name: file
         for name, file in listed.items()

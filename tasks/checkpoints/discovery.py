@@ -159,14 +159,12 @@ class Layouts(NamedTuple):
         for folder, files, kind, problem in self.states:
             named = names.by_folder.get(folder)
             if named is not None and folder not in holding and (named.run, named.step) not in complete:
-                modified = max(file.modified for file in files)
-                if (
-                    kind in kinds
-                    and (made := inspect_checkpoint(options.at(folder) if options else folder)).made_by in EXPORTERS
-                ):
+                made = inspect_checkpoint(options.at(folder) if options else folder) if kind in kinds else None
+                if made is not None and made.made_by in EXPORTERS:
                     yield checkpoint_of(named, folder, made.modified, problems=made.problems, folder=made), files
-                    continue
-                yield checkpoint_of(named, folder, modified, kind=kind, problems=(problem,)), files
+                else:
+                    modified = max(file.modified for file in files)
+                    yield checkpoint_of(named, folder, modified, kind=kind, problems=(problem,)), files
 
 
 def layouts_in(files: Iterable[FileInfo]) -> Layouts:

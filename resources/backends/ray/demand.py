@@ -120,10 +120,10 @@ def refusal(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) 
         return None
     largest = max(allowed, key=lambda node: tuple(node.total.get(name, 0.0) for name in ("GPU", "CPU", "memory")))
     types = sorted({name for node in allowed for name in node.gpu_types})
-    wanted = "a node with" if replicas == 1 else f"room for {replicas} ×"
+    nodes_with = "a node with" if replicas == 1 else f"room for {replicas} ×"
     of_types = f"; GPUs in the cluster: {', '.join(types) or 'none'}" if "GPU" in share else ""
     return UnsatisfiableResources(
-        expected=f"{wanted} {share_text(share)}{_where(resources, before=' ')}",
+        expected=f"{nodes_with} {share_text(share)}{_where(resources, before=' ')}",
         found=f"room for {fits}; the largest node has {total_text(largest, share)}{of_types}",
         remedy="Ask for less, or for fewer replicas, or add nodes to the cluster.",
     )

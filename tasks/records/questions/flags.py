@@ -30,7 +30,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 # Ids of lm-eval and AlpacaEval hold a digest of the question; HELM's are positions in its data.
 _NAMED_BY_CONTENT = re.compile(r"(?:\d+-)?[0-9a-f]{12,}(?:-\d+)?")
 
-Tool = Literal["assay", "decon", "marin", "list"]
+ImportedTool = Literal["decon", "marin", "list"]
+Tool = Literal["assay", ImportedTool]
 Status = Literal["clean", "flagged", "not scanned"]
 
 
