@@ -93,9 +93,7 @@ def described_by(uri: str, own: Files, files_in: FilesIn = storage.list_folder) 
         place, taken = above
         files = _with_tokenizer(own, taken)
         notes.append(f"it has no tokenizer, so it takes that of its run, in {place}")
-    if (
-        is_sharded and "config.json" not in own and "config.json" in taken
-    ):  # trainers leave it out next to FSDP's shards
+    if "config.json" not in own and "config.json" in taken:  # accelerate writes none; nor do trainers next to shards
         files["config.json"] = taken["config.json"]
         notes.append(f"it has no config, so it takes that of {place}")
     elif is_sharded and "config.json" not in own:

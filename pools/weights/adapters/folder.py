@@ -25,7 +25,7 @@ from pools.weights.formats import (
     is_adapter,
     read_json,
 )
-from pools.weights.merges import merge_of
+from pools.weights.merges import merge_of, with_each_location
 from pools.weights.model_files import CONFIG_FILES, ModelFolder, small_files
 from pools.weights.overrides import override_of, without_options
 from pools.weights.tokenizers import FilesIn, described_by, has_vocabulary, is_part_of_tokenizer
@@ -105,12 +105,16 @@ def _base(
     named = ascii(given or config.get("base_model_name_or_path"))
     if problems:
         return None
-    gone = f"its base {named} is not there; name it with --base, as a folder or owner/name"
+    gone = (
+        f"its base {named} is not there; name it with --base, as a folder or owner/name "
+        "(a path in its config starts at its own folder)"
+    )
     if location is None:
         problems.append(gone)
         return None
     if merge_of(location) is not None:
         return inspect(location)
+    location = with_each_location(location, storage.absolute)
     place = without_options(location)
     listed = files_in(place, within=storage.parent(storage.absolute(place)))
     files = {storage.basename(file.uri): file for file in listed}

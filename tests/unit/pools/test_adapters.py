@@ -88,6 +88,17 @@ def test_staged_adapter_is_its_base_with_the_product_added(tmp_path: Path):
     assert folder.notes == (f"an adapter of {base}",) and folder.made_by == "adapter 1"
 
 
+def test_base_named_from_the_working_directory_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    base = write_base(tmp_path / "bases" / "tiny")
+    adapter = write_adapter(tmp_path / "runs" / "lora" / "checkpoint-1", "bases/tiny")
+    monkeypatch.chdir(tmp_path)
+    location = str(adapter.relative_to(tmp_path))
+    [problem] = inspect_checkpoint(location).problems
+    assert "its base 'bases/tiny' is not there" in problem
+    folder = inspect_checkpoint(with_options(location, base="bases/tiny"))
+    assert folder.complete and folder.notes == (f"an adapter of {base}",)
+
+
 def test_digest_of_an_adapter_differs_with_its_base_and_its_settings(tmp_path: Path):
     bases = [write_base(tmp_path / f"base-{seed}", seed=seed) for seed in range(2)]
     adapter = write_adapter(tmp_path / "run" / "checkpoint-1", bases[0])

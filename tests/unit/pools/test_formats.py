@@ -124,7 +124,7 @@ def test_pickled_weights_being_written_are_incomplete(tmp_path: Path, damage: An
     assert problem in "; ".join(checkpoint.problems)
 
 
-def test_shards_of_fsdp_take_config_and_tokenizer_of_a_named_folder(tmp_path: Path) -> None:
+def test_checkpoints_without_config_take_it_and_the_tokenizer_of_a_named_folder(tmp_path: Path) -> None:
     base = write_checkpoint(tmp_path / "base")
     folder = tmp_path / "run" / "checkpoint-2"
     folder.mkdir(parents=True)
@@ -133,6 +133,10 @@ def test_shards_of_fsdp_take_config_and_tokenizer_of_a_named_folder(tmp_path: Pa
     assert "name a folder with the model's config and tokenizer with --tokenizer" in "; ".join(alone.problems)
     [named] = find_checkpoints(f"with({tmp_path / 'run'}, tokenizer={base})")
     assert (named.problems, named.name) == ((), "run-2")
+    by_accelerate = tmp_path / "other" / "checkpoint_0"
+    (write_checkpoint(by_accelerate) / "config.json").unlink()
+    [other] = find_checkpoints(f"with({by_accelerate.parent}, tokenizer={base})")
+    assert (other.problems, other.step) == ((), 0)
     (folder / FSDP / ".metadata").unlink()
     [unfinished] = find_checkpoints(f"with({tmp_path / 'run'}, tokenizer={base})")
     assert ".metadata is not there" in unfinished.problems[0]
