@@ -18,7 +18,7 @@ from flows.console.console import OUT, Json, note, print_json, say
 from resources.errors import BadInput
 from resources.settings import set_process_environment_defaults
 from resources.storage import storage
-from tasks.checkpoints.checkpoint import LOADED_NATIVELY, Checkpoint
+from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, WITH_CODE, Checkpoint
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.merged import write_checkpoint
 from tasks.running.warm import warm_programs
@@ -79,6 +79,7 @@ def checkpoints(
     *,
     parts: PartOptions = PartOptions(),
     export: str | None = None,
+    trust_remote_code: bool = False,
     steps_from: str | None = None,
     as_json: Json = False,
 ) -> None:
@@ -88,14 +89,16 @@ def checkpoints(
         steps_from: As in `assay evaluate`, such as 'step(\d+)-tokens', tokens or epoch.
         export: Write the checkpoint, as an engine loads it, to this new folder: merged, or with safetensors made of
             its weights.
+        trust_remote_code: Let DeepSpeed and verl export their shards; a checkpoint can run code in that.
     """
     if export is not None and not storage.is_local(export):
         raise BadInput(expected="a folder of this machine", found=export, remedy="write it here, and copy it there")
     checked = build_config({"steps_from": steps_from}, CheckpointSelection, source="the options")
     left_out: list[str] = []
-    checkpoints = find_checkpoints(parts.named(path), steps_from=checked.steps_from, note=left_out.append)
+    kinds = WITH_CODE if trust_remote_code else SERVED
+    checkpoints = find_checkpoints(parts.named(path), kinds=kinds, steps_from=checked.steps_from, note=left_out.append)
     if export is not None:
-        write_checkpoint(checkpoints, storage.local_path(export))
+        write_checkpoint(checkpoints, storage.local_path(export), trusted=trust_remote_code)
         checkpoints = find_checkpoints(export)
     if as_json:
         note(*left_out)

@@ -118,7 +118,8 @@ def export_states(making: Making) -> None:
 
 
 def _python_with(package: str, making: Making, typed: str) -> str:
-    places = [str(making.python()), sys.executable, *filter(None, map(shutil.which, ("python3", "python")))]
+    on_path = (shutil.which(name, path=folder) for folder in os.get_exec_path() for name in ("python3", "python"))
+    places = [str(making.python()), sys.executable, *filter(None, on_path)]
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     for python in dict.fromkeys(places):
         if subprocess.run([python, "-I", "-c", look], check=False, capture_output=True).returncode == 0:

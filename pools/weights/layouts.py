@@ -91,7 +91,8 @@ def _difference(folder: ModelFolder, other: ModelFolder) -> str | None:
     if changed := _changed_keys(folder.config, other.config):
         return f"config.json differs ({_named(changed)})"
     files, others = small_files(folder), small_files(other)
-    texts = sorted((files.keys() | others.keys()) - set(CONFIG_FILES))
+    names = sorted((files.keys() | others.keys()) - set(CONFIG_FILES))
+    texts = (name for name in names if not name.endswith(".index.json"))  # of weights in another format
     if changed := [name for name in texts if not _same(files.get(name), others.get(name))]:
         return f"the tokenizer differs ({_named(changed)})"
     if folder.made_by is not None or other.made_by is not None:

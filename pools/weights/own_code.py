@@ -24,8 +24,9 @@ def code_needed(folder: ModelFolder) -> str | None:
     Raises:
         StorageError: a file in a store cannot be read.
     """
-    if folder.made_by in EXPORTERS:
-        return f"shards of {package_of(folder.made_by)} (its exporter unpickles without limits) are"
+    recipes = [each.made_by for each in (folder, *folder.inputs)]
+    if recipe := next((each for each in recipes if each in EXPORTERS), None):
+        return f"shards of {package_of(recipe)} (its exporter unpickles without limits) are"
     config = _named(folder.config, _CONFIG)
     model = _named(folder.config, _MODEL) or config
     if model and not is_listed(folder.config):

@@ -60,7 +60,8 @@ def find_checkpoints(
     words. `note`: is called with a sentence on each folder that is left out. Raises BadInput if the path does not
     exist or is a file, CheckpointError if the inputs of a merged checkpoint do not match."""
     if (merge := merge_of(path)) is not None:
-        return [merged_checkpoint(merge, partial(find_checkpoints, steps_from=steps_from))]
+        averaged: list[Kind] = [kind for kind in kinds if kind != "levanter"]
+        return [merged_checkpoint(merge, partial(find_checkpoints, kinds=averaged, steps_from=steps_from))]
     options = override_of(path)
     path = storage.behind_link(without_options(path))  # the link may point elsewhere by the time an engine starts
     alone = step_of(storage.basename(path)) is not None

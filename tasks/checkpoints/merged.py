@@ -54,9 +54,9 @@ def merge_reference(checkpoint: Checkpoint) -> MergeReference | None:
     return MergeReference(kind=merge.kind, parameter=merge.parameter, inputs=tuple(inputs))
 
 
-def write_checkpoint(found: Sequence[Checkpoint], target: Path) -> None:
+def write_checkpoint(found: Sequence[Checkpoint], target: Path, *, trusted: bool = False) -> None:
     """Writes the single checkpoint that was found, as an engine loads it: merged, or with the safetensors that are made
-    of its weights, with tokenizer and config. The folder appears once it is complete."""
+    of its weights, with tokenizer and config. The folder appears once it is complete. `trusted`: as in `staging`."""
     if len(found) != 1:
         raise BadInput(
             expected="a single checkpoint, or the name of a merged checkpoint, such as mean(runs/a@last:5)",
@@ -68,11 +68,19 @@ def write_checkpoint(found: Sequence[Checkpoint], target: Path) -> None:
         raise BadInput(expected=f"{target} to be absent or empty", found="something in it", remedy="name another")
     if checkpoint.folder is None:
         problems = "; ".join(checkpoint.problems)
-        raise IncompleteCheckpoint(expected=f"complete checkpoints in {checkpoint.uri}", found=problems, remedy="wait")
+        raise IncompleteCheckpoint(
+            expected=f"complete checkpoints in {checkpoint.uri}",
+            found=problems,
+            remedy="wait, or export them as named; for DeepSpeed and verl, --trust-remote-code lets Assay do it",
+        )
     checkpoint.folder.require_complete()
     digests = digest_model_folder(checkpoint.folder)
     uri = with_each_location(checkpoint.uri, storage.absolute)
-    with storage.reported(str(target), "write"), staging() as copies, copies.stage(uri, digests) as staged:
+    with (
+        storage.reported(str(target), "write"),
+        staging(trusted=trusted) as copies,
+        copies.stage(uri, digests) as staged,
+    ):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
             content = Path(aside) / target.name

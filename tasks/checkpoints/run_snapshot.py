@@ -16,7 +16,7 @@ import fsspec
 import orjson
 
 from pools.weights.content import SETTLED_SECONDS, file_identity
-from pools.weights.formats import INDEX_NAME, is_adapter, may_pass
+from pools.weights.formats import INDEX_NAME, files_of_model, is_adapter, may_pass
 from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder
 from pools.weights.merges import merge_of, with_each_location
 from pools.weights.model_files import ModelFolder, checkpoint_files, digest_model_folder, small_files
@@ -43,7 +43,7 @@ _RANGES = 8  # ranges of names, in which a known run is listed in parallel
 _FILES_OF_A_CHECKPOINT = 4  # at least
 _SIZES_DIFFER = frozenset({*TOKENIZER_FILES, "tokenizer_config.json", "merges.txt"})  # only their presence matters
 _ALIKE = frozenset({"config.json", INDEX_NAME})  # judged by their content, which usually is the same in all checkpoints
-_FORMAT = 4
+_FORMAT = 5
 _GLOB = frozenset("*?[")
 
 
@@ -268,7 +268,8 @@ class _Listed(NamedTuple):
 
 
 def _listed(uri: str, held: Sequence[FileInfo], named: Named, files_in: FilesIn) -> _Listed:
-    files = described_by(uri, {storage.basename(file.uri): file for file in held}, files_in).files
+    prefix = f"{without_options(uri)}/"
+    files = described_by(uri, files_of_model({file.uri.removeprefix(prefix): file for file in held}), files_in).files
     if is_adapter(files):
         files = inspect_checkpoint(uri, held, files_in=files_in).files  # those of its base, too
     return _Listed(uri, held, files, files_in, named, listing_digest(files))

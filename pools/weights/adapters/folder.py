@@ -11,6 +11,7 @@ import json
 import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pools.weights.adapters.changes import changed_config, changes_of, is_nothing
@@ -26,7 +27,7 @@ from pools.weights.formats import (
     read_json,
 )
 from pools.weights.merges import merge_of, with_each_location
-from pools.weights.model_files import CONFIG_FILES, ModelFolder, small_files
+from pools.weights.model_files import CONFIG_FILES, ModelFolder, checkpoint_files, small_files
 from pools.weights.overrides import override_of, without_options
 from pools.weights.tokenizers import FilesIn, described_by, has_vocabulary, is_part_of_tokenizer
 from resources.errors import CheckpointError
@@ -116,14 +117,21 @@ def _base(
         return inspect(location)
     location = with_each_location(location, storage.absolute)
     place = without_options(location)
-    listed = files_in(place, within=storage.parent(storage.absolute(place)))
+    list_in = partial(files_in, within=storage.parent(storage.absolute(place)))
+    listed = list_in(place)
     files = {storage.basename(file.uri): file for file in listed}
-    if not files or is_adapter(files):
-        problems.append(f"its base {named} is an adapter, too; merge that first" if files else gone)
+    if is_adapter(files):
+        problems.append(f"its base {named} is an adapter, too; merge that first")
         return None
     base = _bases.get(location)
     if base is None or any(files.get(name) != file for name, file in base.files.items()):
         base = inspect(location, listed, files_in=files_in)
+        if not base.complete:  # shards of training frameworks lie in folders of it
+            folders = {storage.parent(file.uri) for file in checkpoint_files(place)}
+            if not folders:
+                problems.append(gone)
+                return None
+            base = inspect(location, [file for each in sorted(folders) for file in list_in(each)], files_in=files_in)
         problems += [f"{problem} in {base.uri}, its base" for problem in base.problems]
         if base.complete and len(_bases) < _MOST_BASES:
             _bases[location] = base

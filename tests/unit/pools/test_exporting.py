@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fakes.cli import invoke
+from fakes.layouts import write_adapter
 from fakes.models import write_checkpoint
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.model_files import digest_model_folder, read_tensors
@@ -89,8 +91,16 @@ FRAMEWORKS = pytest.mark.parametrize(("write", "recipe"), [(write_zero, "zero 1"
 @FRAMEWORKS
 @pytest.mark.parametrize("remote", [False, True])
 def test_shards_are_exported_while_staged_where_code_may_run(
-    tmp_path: Path, write: Callable[[Path], Path], recipe: str, python: Path, remote: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Path], Path],
+    recipe: str,
+    python: Path,
+    remote: bool,
 ) -> None:
+    own = Path(sys.executable)
+    if remote:
+        monkeypatch.setenv("PATH", f"{own.parent}:{python.parent}")  # as in jobs
     run = tmp_path / "run"
     write(run)
     place = f"memory://{tmp_path.name}/{recipe[:4]}" if remote else str(run)
@@ -100,7 +110,9 @@ def test_shards_are_exported_while_staged_where_code_may_run(
     assert (checkpoint.step, checkpoint.problems, checkpoint.kind) == (100, (), "huggingface")
     assert checkpoint.folder is not None and checkpoint.folder.made_by == recipe
     with (
-        Staging(tmp_path / "staged", max_bytes=10**8, python=lambda: python, trusted=True) as staging,
+        Staging(
+            tmp_path / "staged", max_bytes=10**8, python=lambda: own if remote else python, trusted=True
+        ) as staging,
         staging.stage(checkpoint.uri, digest_model_folder(checkpoint.folder)) as staged,
     ):
         assert (staged.path / "tokenizer.json").is_file()
@@ -123,6 +135,21 @@ def test_shards_are_left_alone_where_code_may_not_run(
         pytest.raises(CheckpointError, match=f"(?s)export them: python -m .*{place} .*FOLDER"),
     ):
         staging.stage(str(folder), digest_model_folder(held))
+
+
+@FRAMEWORKS
+def test_shards_are_averaged_and_adapted_where_code_may_run_alone(
+    tmp_path: Path, write: Callable[[Path], Path], recipe: str
+) -> None:
+    folders = [write(tmp_path / name) for name in ("a", "b")]
+    mean = f"mean({folders[0]}, {folders[1]})"
+    [trusted], [untrusted] = (find_checkpoints(mean, kinds=kinds) for kinds in (WITH_CODE, SERVED))
+    assert trusted.complete and "python -m " in untrusted.problems[0]
+    write_adapter(tmp_path / "adapters" / "checkpoint-1", base=folders[0], seed=1)
+    [adapter] = find_checkpoints(str(tmp_path / "adapters"))
+    assert adapter.folder and adapter.complete and "unpickles without limits" in str(code_needed(adapter.folder))
+    shown = invoke(["checkpoints", "--trust-remote-code", str(folders[0])]).output
+    assert f"made while staged ({recipe[:4].strip()})" in " ".join(shown.split()), shown
 
 
 def test_package_that_no_interpreter_has_is_named_with_the_command(tmp_path: Path) -> None:

@@ -293,7 +293,8 @@ def test_checkpoints_that_do_not_belong_together_are_refused_with_what_differs(
         named(folders)
 
 
-def test_config_that_differs_in_its_writer_alone_is_the_same(tmp_path: Path) -> None:
+def test_config_that_differs_in_its_writer_and_index_of_other_weights_are_the_same(tmp_path: Path) -> None:
     for step, version in ((1, "4.57.0"), (2, "4.57.1")):
         write_checkpoint(tmp_path / f"step-{step}", config={**CONFIG, "transformers_version": version})
+    (tmp_path / "step-2" / "pytorch_model.bin.index.json").write_text("{}")
     assert inspect_checkpoint(str(Merge.of_folders("mean", [f"{tmp_path}/step-1", f"{tmp_path}/step-2"]))).complete

@@ -14,7 +14,7 @@ from fakes.cli import invoke
 from fakes.layouts import DESCRIBED, OTHER, THIRD, WHOLE, write_layout
 from fakes.records import make_record
 from tasks.checkpoints.discovery import discover, discover_checkpoint, find_checkpoints, of_series
-from tasks.checkpoints.run_snapshot import snapshot_run
+from tasks.checkpoints.run_snapshot import listing_of, snapshot_run
 from tasks.records.details import cell_place
 from tasks.records.record import read_record, write_record
 from tasks.running.cells import plan_cells
@@ -172,6 +172,9 @@ ROWS: dict[str, Row] = {
         {".": ("ep0-ba1000-rank0.pt",)}, "", ("convert_composer_to_hf.py --composer_path {run}/ep0-ba1000-rank0.pt",)
     ),
     "54 Lightning": Row({"checkpoints": ("epoch=0-step=100.ckpt",)}, "", ("Lightning",)),
+    "55 FSDP": Row(
+        {"checkpoint-N": (*DESCRIBED, "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp")}, "100 200"
+    ),
 }
 XFAIL: dict[str, str] = {}
 
@@ -201,6 +204,8 @@ def test_folder_of_a_trainer_has_the_run_steps_and_labels_that_it_means(tmp_path
         assert [(each.uri, each.name, each.label, each.series, each.problems) for each in seen] == [
             (each.uri, each.name, each.label, each.series, each.problems) for each in listed
         ]
+        listings = {each.uri: listing_of(each) for each in listed if each.complete}
+        assert {each.uri: each.listing for each in seen if each.complete} == listings
 
 
 def evaluation(run: Path, output: Path, **more: Any) -> EvaluationConfig:
