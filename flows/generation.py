@@ -16,6 +16,7 @@ from tasks.generation.generate import (
     plan_generation,
     pool_of,
     require_same_prompts,
+    with_run_named,
 )
 from tasks.prefect_server.flow_runs import marked_as
 from tasks.prefect_server.progress import report_event
@@ -30,6 +31,7 @@ def generate_text(config: GenerationConfig) -> list[dict[str, Any]]:
     Args:
         config: The prompts, the checkpoints, and the output.
     """
+    config = with_run_named(config)
     with marked_as(config.run_name, tags=[f"run={config.run_name}", "generation"]):
         planned = plan_generation(config)
         failures = _answer(planned)

@@ -25,13 +25,13 @@ from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, WITH_CODE, Che
 from tasks.checkpoints.foreign import described_as
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
-from tasks.checkpoints.naming import Named, Names, counted, names_below, not_alike
+from tasks.checkpoints.naming import Named, Names, counted, is_checkpoint, names_below, not_alike
 from tasks.errors import NoCheckpoints, SeveralSeries
 from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.labels import order_of
-from tasks.spec.names import in_few_words, name_of, name_of_series
+from tasks.spec.names import in_few_words, name_of, name_of_series, run_name_of
 from tasks.spec.steps import has_step, is_export, step_of
 from tasks.spec.suites import SuiteRequest
 
@@ -64,14 +64,17 @@ def find_checkpoints(
         return [merged_checkpoint(merge, partial(find_checkpoints, kinds=averaged, steps_from=steps_from))]
     options = override_of(path)
     path = storage.behind_link(without_options(path))  # the link may point elsewhere by the time an engine starts
-    alone = step_of(storage.basename(path)) is not None
+    alone = step_of(storage.basename(path)) is not None and not is_repository(path)
     files = checkpoint_files(path) if alone else storage.list_run(path, belongs=has_step)
+    layouts = layouts_in(files)
+    if alone and not layouts.is_checkpoint(path):  # a run, within which links must stay
+        files = storage.list_run(path, belongs=has_step)
+        layouts = layouts_in(files)
     expected = "a folder: a checkpoint, or a run that holds checkpoints"
     if [file.uri for file in files] == [path] and not storage.is_folder(path):
         raise BadInput(expected=expected, found=f"{path} is a file", remedy="name the folder it lies in")
     if not files and not storage.exists(path):
         raise not_there(expected, path, "check the path; in an object store, also that you may list it")
-    layouts = layouts_in(files)
     names = layouts.names(path, steps_from=steps_from)
     look = partial(_huggingface, options=options, marks=layouts.marks, files_in=KnownFiles(path, files))
     exports = {folder: look(folder, held, named) for folder, held, named in layouts.named_exports(names)}
@@ -117,8 +120,14 @@ class Layouts(NamedTuple):
 
     def names(self, path: str, *, steps_from: str | None) -> Names:
         """Names the checkpoints by the path that was listed."""
-        others = [*self.native, *(state.folder for state in self.states)]
-        return names_below(path, self.exports, others, steps_from=steps_from)
+        return names_below(path, self.exports, self._others(), steps_from=steps_from)
+
+    def is_checkpoint(self, path: str) -> bool:
+        """Returns True if the path that was listed, which has a step in its name, is a checkpoint of that step."""
+        return is_checkpoint(path, self.exports, self._others())
+
+    def _others(self) -> list[str]:
+        return [*self.native, *(state.folder for state in self.states)]
 
     def named_exports(self, names: Names) -> Iterator[tuple[str, list[FileInfo], Named]]:
         """Yields folder, files and name of each export that has a name."""
@@ -336,21 +345,33 @@ def discover_checkpoint(
 
 def with_pinned_model(config: Request) -> Request:
     """Returns a request in which aliases of models in MLflow's registry are replaced by version numbers. If all
-    branches of a repository on the hub are of a single series, the run has its name, as a branch named directly has."""
+    branches of a repository on the hub are of a single series, the run has its name, as a branch named directly has.
+    Another run has the name that `run_named_by` returns."""
     path = with_each_location(config.model_path, pinned)
-    former, name = name_of(config.model_path)[0], name_of(path)[0]
-    if config.model_name is None and is_repository(path):
-        named = {name_of(place)[0] for place, _ in storage.refs_of_run(path, has_step) if place != path}
-        name = named.pop() if len(named) == 1 else name
-    if path == config.model_path and name == former:
-        return config
     changes: dict[str, Any] = {"model_path": path}
-    pool = config.pool_config
-    if pool is not None and pool.model.name == former:
-        changes["pool_config"] = pool.model_copy(update={"model": pool.model.model_copy(update={"name": name})})
-    elif pool is None and name != name_of(path)[0]:
-        changes["model_name"] = name
+    if config.model_name is None:
+        former, name, pool = name_of(config.model_path)[0], run_named_by(path), config.pool_config
+        if is_repository(path):
+            named = {name_of(place)[0] for place, _ in storage.refs_of_run(path, has_step) if place != path}
+            name = named.pop() if len(named) == 1 else name
+        if pool is not None and pool.model.name == former:
+            changes["pool_config"] = pool.model_copy(update={"model": pool.model.model_copy(update={"name": name})})
+        elif pool is None and name != name_of(path)[0]:
+            changes["model_name"] = name
     return config.model_copy(update=changes)
+
+
+def run_named_by(path: str) -> str:
+    """Returns the name of the run at a path. If the last part has a step, it is listed: see `naming.is_checkpoint`."""
+    if (merge := merge_of(path)) is not None:
+        source = merge.sources[-1]
+        return run_name_of(source.location) if source.steps else run_named_by(source.location)
+    run, name, _ = name_of(path)
+    if name == run:
+        return run
+    place = storage.behind_link(without_options(path))
+    single = layouts_in(storage.list_run(place, belongs=has_step)).is_checkpoint(place)
+    return run if single else run_name_of(path)
 
 
 def of_series(config: Request, series: str | None) -> Request:

@@ -144,8 +144,8 @@ def training_states(folders: Folders) -> list[TrainingState]:
 
 def _root(folder: str, folders: Folders) -> str:
     parent = storage.parent(folder)
-    if step_of(storage.basename(folder)) is not None:  # DeepSpeed's global_stepN lies in transformers' checkpoint-N
-        return parent if step_of(storage.basename(parent)) is not None else folder
+    if (step := step_of(storage.basename(folder))) is not None:  # DeepSpeed's in transformers' checkpoint-N
+        return parent if step_of(storage.basename(parent)) == step else folder
     within = step_of(storage.basename(parent)) is not None or storage.join(parent, SHARDED_FOLDER) in folders
     return parent if within or _of_nemo(parent, folders) else folder
 

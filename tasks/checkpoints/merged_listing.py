@@ -30,8 +30,7 @@ def with_means(checkpoints: Sequence[SeenCheckpoint], inputs: Iterable[Inputs]) 
 def _mean(candidates: Sequence[Sequence[SeenCheckpoint]]) -> SeenCheckpoint:
     inputs = [first for first, *_ in candidates]
     merge = Merge.of_folders("mean", [checkpoint.uri for checkpoint in inputs])
-    runs = [seen.name.removesuffix(f"-{seen.step}") for seen in inputs]
-    _, name, step = name_of_merge(merge, [(run, seen.name, seen.step) for run, seen in zip(runs, inputs, strict=True)])
+    run, name, step = name_of_merge(merge, [(seen.run, seen.name, seen.step) for seen in inputs])
     uri = str(merge)
     others = [checkpoint for checkpoint in inputs if checkpoint.kind not in SERVED]
     problems = [f"{seen.name}: {'; '.join(seen.problems)}" for seen in inputs if seen.problems]
@@ -44,6 +43,7 @@ def _mean(candidates: Sequence[Sequence[SeenCheckpoint]]) -> SeenCheckpoint:
     problems += [f"{seen.name}: averages are made of exports to Hugging Face format" for seen in others]
     return SeenCheckpoint(
         uri,
+        run,
         name,
         step,
         others[0].kind if others else "huggingface",

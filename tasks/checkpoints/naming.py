@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 
 from pools.weights.model_files import ModelFolder, digest_model_folder, read_json
@@ -14,7 +15,7 @@ from resources.storage import storage
 from resources.storage.hub import is_repository
 from resources.storage.listings import FileInfo
 from tasks.spec.labels import slug_of
-from tasks.spec.names import in_few_words, name_of, parts_of
+from tasks.spec.names import in_few_words, name_of, parts_of, run_name_of
 from tasks.spec.steps import Stepped, is_export, is_place, label_of, left_out_because, names_series, rank_of, step_in
 
 Files = Mapping[str, Sequence[FileInfo]]
@@ -63,14 +64,21 @@ def names_below(path: str, exports: Files, others: Iterable[str] = (), *, steps_
         steps_from: an expression for steps, see `tasks.spec.steps`. Folders that it does not match are left out if the
             usual words give them a step.
     """
+    run, name, step = name_of(path)
+    single = (name != run or steps_from is not None) and is_checkpoint(path, exports, others)
+    own_words = Stepped(-1, step, "", "") if single and name != run else None
+    own = own_words if steps_from is None or not single else _by_expression(path, steps_from)
+    run = run if single else run_name_of(path)
     every = {folder: _below(path, folder) for folder in (*exports, *others)}
     reasons = {folder: why for folder, parts in every.items() if (why := left_out_because(parts)) is not None}
     reasons = reasons if any(folder not in reasons for folder in exports) else {}
     if len(every) > 1:  # configs and tokenizers lie in a run's folder, too
         every = {folder: parts for folder, parts in every.items() if parts or _has_weights(exports.get(folder, ()))}
-    steps = {folder: _step_of(path, parts, steps_from) for folder, parts in every.items()}
+    step_of = partial(step_in, above=storage.basename(path))
+    steps = {folder: step_of(parts, steps_from=steps_from) or own for folder, parts in every.items()}
     if steps_from is not None:
-        by_words = (folder for folder, parts in every.items() if not steps[folder] and _step_of(path, parts, None))
+        without = (folder for folder, stepped in steps.items() if stepped is None)
+        by_words = (folder for folder in without if own_words or step_of(every[folder]))
         reasons |= dict.fromkeys(by_words, f"no match for --steps-from '{steps_from}'")
     every = {folder: parts for folder, parts in every.items() if folder not in reasons}
     keys = {folder: _key(parts, steps[folder]) for folder, parts in every.items()}
@@ -82,7 +90,6 @@ def names_below(path: str, exports: Files, others: Iterable[str] = (), *, steps_
         series = {key: slug_of("-".join(of_series[0])) for key in ((), *of_series)}  # as a revision named directly
     else:
         series = {key: slug_of("-".join(key[shared:])) for key in of_series if len(of_series) > 1 and key[shared:]}
-    run = name_of(path)[0]
     named: dict[str, Named] = {}
     for folder, parts in every.items():
         own, stepped = series.get(keys[folder], ""), steps[folder]
@@ -99,6 +106,19 @@ def names_below(path: str, exports: Files, others: Iterable[str] = (), *, steps_
     return Names(named, (*notes, *_hints(path, named, steps_from)))
 
 
+def is_checkpoint(path: str, exports: Files, others: Iterable[str]) -> bool:
+    """Returns True if a folder with a step in its name is a checkpoint of that step, by the folders at and below it:
+    the folder itself, or an export in it, holds the model, and no folder has a step of its own. Otherwise it is a run,
+    and the step is part of its name. `exports` and `others`: as in `names_below`."""
+    weights = [folder for folder, files in exports.items() if _has_weights(files)]
+    holding = {folder: _below(path, folder) for folder in (*weights, *others)} or {
+        folder: _below(path, folder) for folder in exports
+    }
+    if any(step_in(parts, above=storage.basename(path)) for parts in holding.values()):
+        return False
+    return any(all(map(is_export, parts)) or folder not in exports for folder, parts in holding.items())
+
+
 def _at(stepped: Stepped | None) -> int | None:
     return stepped and stepped.at
 
@@ -111,14 +131,9 @@ def _below(path: str, folder: str) -> tuple[str, ...]:
     return tuple(part for part in folder.removeprefix(path.rstrip("/")).removeprefix("@").split("/") if part)
 
 
-def _step_of(path: str, parts: Sequence[str], steps_from: str | None) -> Stepped | None:
-    if stepped := step_in(parts, above=storage.basename(path.rstrip("/")), steps_from=steps_from):
-        return stepped
-    run, name, step = name_of(path)
-    if steps_from is not None:
-        stepped = step_in(parts_of(path)[-1:], steps_from=steps_from)
-        return stepped and stepped._replace(at=-1)
-    return Stepped(-1, step, "", "") if name != run else None
+def _by_expression(path: str, steps_from: str) -> Stepped | None:
+    stepped = step_in(parts_of(path)[-1:], steps_from=steps_from)
+    return stepped and stepped._replace(at=-1)
 
 
 def _key(parts: Sequence[str], stepped: Stepped | None) -> tuple[str, ...]:

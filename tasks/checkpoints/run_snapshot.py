@@ -30,12 +30,11 @@ from resources.storage.mlflow_artifacts import in_mlflow, real_location
 from resources.storage.regular_files import read_cached
 from resources.storage.tree_signature import list_tree
 from tasks.checkpoints.checkpoint import Checkpoint, Inputs, Kind
-from tasks.checkpoints.discovery import checkpoint_of, layouts_in
+from tasks.checkpoints.discovery import checkpoint_of, layouts_in, run_named_by
 from tasks.checkpoints.frameworks import is_about_marks
 from tasks.checkpoints.naming import Named, counted
 from tasks.spec.evaluation import digest_of
 from tasks.spec.labels import InRun
-from tasks.spec.names import name_of
 from tasks.spec.steps import has_step
 
 _LOOKS_AT_ONCE = 16  # each read of an object store waits for the network
@@ -50,10 +49,11 @@ _GLOB = frozenset("*?[")
 @dataclass(frozen=True, slots=True)
 class SeenCheckpoint(InRun):
     """A checkpoint as a listing shows it: `listing` changes with any of its files, `problems` lists why it is
-    incomplete, `digest` is set by `with_digests` only, `merged` are the steps of a merged checkpoint's inputs, `label`
-    and `series` are as in `Checkpoint`."""
+    incomplete, `digest` is set by `with_digests` only, `merged` are the steps of a merged checkpoint's inputs, `run`,
+    `label` and `series` are as in `Checkpoint`."""
 
     uri: str
+    run: str
     name: str
     step: int
     kind: Kind
@@ -72,10 +72,6 @@ class SeenCheckpoint(InRun):
     @property
     def complete(self) -> bool:
         return not self.problems
-
-    def run_in(self, place: str) -> str:
-        """Returns the name of its run, or of its series, by the path of the run that was listed."""
-        return "-".join(filter(None, (name_of(place)[0], self.series)))
 
 
 def listing_digest(files: Mapping[str, FileInfo], *, reference: ModelFolder | None = None) -> str:
@@ -103,10 +99,10 @@ def listing_of_inputs(uri: str, listings: Iterable[str]) -> str:
     return digest_of([merge.recipe, *listings])
 
 
-def expand_runs(patterns: Sequence[str]) -> list[str]:
-    """Returns the folders that match paths and patterns such as `gs://bucket/runs/llama-*`, each once, in order. MLflow
-    URIs are resolved to the location of their artifacts. Raises BadInput if a pattern matches nothing, or if two runs
-    have the same name."""
+def expand_runs(patterns: Sequence[str]) -> dict[str, str]:
+    """Returns the folders that match paths and patterns such as `gs://bucket/runs/llama-*`, each once, in order, with
+    the names of their runs. MLflow URIs are resolved to the location of their artifacts. Raises BadInput if a pattern
+    matches nothing, or if two runs have the same name."""
     uris: dict[str, None] = {}
     for pattern in patterns:
         options, place = override_of(pattern), without_options(pattern)
@@ -115,16 +111,17 @@ def expand_runs(patterns: Sequence[str]) -> list[str]:
         if not matches:
             raise BadInput(expected=f"runs at {pattern}", found="none", remedy="correct the pattern, or wait for a run")
         uris.update(dict.fromkeys(map(options.at, matches) if options else matches))
+    names = {uri: run_named_by(uri) for uri in uris}
     by_name: dict[str, str] = {}
-    for uri in uris:
-        other = by_name.setdefault(name_of(uri)[0], uri)
+    for uri, name in names.items():
+        other = by_name.setdefault(name, uri)
         if other != uri:
             raise BadInput(
                 expected="runs with names of their own",
-                found=f"{name_of(uri)[0]} at {other} and at {uri}",
+                found=f"{name} at {other} and at {uri}",
                 remedy="write a policy for each, with evaluation paths of their own",
             )
-    return list(uris)
+    return names
 
 
 def _folders(pattern: str) -> list[str]:
@@ -156,10 +153,10 @@ def snapshot_run(
     around = {folder: storage.list_folder(folder) for folder in remembered.get("around", ())}
     began = time.time()
     # a native checkpoint's reference may lie outside of this listing
-    elsewhere = any(row[3] == "levanter" and (row[5] or not reference) for row in rows)
+    elsewhere = any(row[4] == "levanter" and (row[6] or not reference) for row in rows)
     if remembered.get("signature") == signature + _listed_in(around) and not elsewhere:
         return [_from_row(row) for row in rows]
-    known = {(row[0], row[4]): tuple(row[5]) for row in rows if not any(map(is_about_marks, row[5]))}
+    known = {(row[0], row[5]): tuple(row[6]) for row in rows if not any(map(is_about_marks, row[6]))}
     files = tree.files()
     files_in = KnownFiles(place, files)
     listed = _judged(
@@ -233,7 +230,9 @@ def _judged(
             listing = listing_digest(files_of, reference=made.folder.reference if made.folder else None)
             uri = options.at(made.uri) if options else made.uri
         place = {"label": made.label, "series": made.series}
-        checkpoints.append(SeenCheckpoint(uri, made.name, made.step, made.kind, listing, made.problems, **place))
+        checkpoints.append(
+            SeenCheckpoint(uri, made.run, made.name, made.step, made.kind, listing, made.problems, **place)
+        )
     return sorted(checkpoints, key=lambda checkpoint: (checkpoint.order, checkpoint.uri))
 
 
@@ -351,7 +350,7 @@ def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:
 
 def _remember(uri: str, signature: str, checkpoints: Sequence[SeenCheckpoint], *, around: Sequence[str]) -> None:
     rows = [
-        (seen.uri, seen.name, seen.step, seen.kind, seen.listing, seen.problems, seen.label, seen.series)
+        (seen.uri, seen.run, seen.name, seen.step, seen.kind, seen.listing, seen.problems, seen.label, seen.series)
         for seen in checkpoints
     ]
     _write_memory(uri, "checkpoints", {"signature": signature, "checkpoints": rows, "around": around})
@@ -376,5 +375,5 @@ def _write_memory(uri: str, kind: str, content: Mapping[str, Any]) -> None:
 
 
 def _from_row(row: Sequence[Any]) -> SeenCheckpoint:
-    uri, name, step, kind, listing, problems, label, series = row
-    return SeenCheckpoint(uri, name, step, kind, listing, tuple(problems), label=label, series=series)
+    uri, run, name, step, kind, listing, problems, label, series = row
+    return SeenCheckpoint(uri, run, name, step, kind, listing, tuple(problems), label=label, series=series)

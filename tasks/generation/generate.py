@@ -35,7 +35,7 @@ from resources.errors import ActorCallLost, ActorDied, BackendUnavailable, BadIn
 from resources.jobs.jobs import Call, JobHandle, JobRequest, JobStatus
 from resources.storage import storage
 from tasks.checkpoints.checkpoint import SERVED, WITH_CODE, Checkpoint
-from tasks.checkpoints.discovery import discover
+from tasks.checkpoints.discovery import discover, run_named_by
 from tasks.errors import TooManyErrors
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import AnswerFolder, WrittenBy, write_samples_page
@@ -48,7 +48,7 @@ from tasks.reports.artifacts import browser_address
 from tasks.running.cells import access_of
 from tasks.running.provisioning import require_near, started_pool
 from tasks.spec.evaluation import digest_of
-from tasks.spec.names import artifact_key, check_deployed_paths, how_many, job_name
+from tasks.spec.names import artifact_key, check_deployed_paths, how_many, job_name, name_of
 
 _POOL_PATIENCE_SECONDS = 120.0
 _DELIVERIES = 50
@@ -84,6 +84,14 @@ class PlannedGeneration:
 
     def missing(self) -> list[Target]:
         return [target for target in self.targets if len(target.output.written()) < len(self.plan.shards)]
+
+
+def with_run_named(config: GenerationConfig) -> GenerationConfig:
+    """Returns a generation under the name of the run at its path, if no name is given."""
+    path = config.model_path
+    if path is None or config.model_name is not None or config.run_name != name_of(path)[0]:
+        return config
+    return config.model_copy(update={"model_name": run_named_by(path)})
 
 
 @task(task_run_name="plan", cache_policy=NO_CACHE, persist_result=False)

@@ -25,7 +25,7 @@ from tasks.policies.snapshot import run_folder, run_folders, take_snapshot
 from tasks.prefect_server.client import prefect_client, server_address
 from tasks.prefect_server.progress import report_event
 from tasks.running.claims.files import SeenClaim, claims_folder, end_claim, read_claims
-from tasks.spec.names import how_many, job_label, name_of, name_of_series
+from tasks.spec.names import how_many, job_label, name_of, name_of_series, run_name_of
 from tasks.spec.training import TrainAndEvaluateConfig
 
 CANCELLED_BY_COMMAND = "assay cancel"
@@ -141,9 +141,12 @@ def _claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
             folders[first.run_name] = claims_folder(first.evaluation_path, first.run_name)
         elif isinstance(request, Mapping) and {"evaluation_path", "model_path"} <= request.keys():
             model = (request.get("pool_config") or {}).get("model") or {}
-            name = request.get("model_name") or model.get("name") or name_of(request["model_path"])[0]
-            name = name_of_series(name, (parameters.get("selection") or {}).get("series"))
-            folders[name] = claims_folder(request["evaluation_path"], name)
+            series, path = (parameters.get("selection") or {}).get("series"), request["model_path"]
+            given = request.get("model_name") or model.get("name") or name_of(path)[0]
+            # the flow looked at a folder with a step in its name, which may be gone, for which of the two it is
+            for run in (given, run_name_of(path)) if given == name_of(path)[0] else (given,):
+                name = name_of_series(run, series)
+                folders[name] = claims_folder(request["evaluation_path"], name)
     return folders
 
 

@@ -136,7 +136,7 @@ class WatchedRuns:
             fresh = [checkpoint for checkpoint in complete if (before or {}).get(checkpoint.uri) != checkpoint.listing]
             self._reported[run] = {checkpoint.uri: checkpoint.listing for checkpoint in complete}
             checkpoints += [
-                CompleteCheckpoint(seen.uri, seen.run_in(run), seen.name, seen.step, self._policy.name, seen.label)
+                CompleteCheckpoint(seen.uri, seen.run, seen.name, seen.step, self._policy.name, seen.label)
                 for seen in (fresh[-1:] if before is None else fresh)
             ]
         return checkpoints

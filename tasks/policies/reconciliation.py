@@ -204,7 +204,9 @@ def _gone(listing: RunListing) -> Iterator[OpenCell]:
         evaluation, place = evaluations.get(record.evaluation_hash), place_in(record.cell.partition("/")[0])
         if record.status == "gone" and record.checkpoint not in listed and evaluation and place:
             step, label = place
-            seen = SeenCheckpoint("", record.checkpoint, step, "huggingface", record.listing or "", (), label=label)
+            seen = SeenCheckpoint(
+                "", listing.name, record.checkpoint, step, "huggingface", record.listing or "", (), label=label
+            )
             yield OpenCell(listing.name, seen, evaluation, "gone", record.reason)
 
 

@@ -24,7 +24,6 @@ from tasks.running.claims.files import SeenClaim, claims_folder, read_claims
 from tasks.running.expected import Expectations, Expected, together
 from tasks.running.pricing import resources_of_replica, tariff_of_cell
 from tasks.spec.evaluation import EvaluationConfig
-from tasks.spec.names import name_of
 
 
 def take_snapshot(
@@ -35,18 +34,17 @@ def take_snapshot(
 ) -> list[RunListing]:
     """Returns a listing for each run of a policy; `use_index` trusts indices recently compared with their records."""
     listings = []
-    for run in expand_runs(policy.runs):
-        name = name_of(run)[0]
+    for run, name in expand_runs(policy.runs).items():
         recorded = _recorded(policy, name, use_index=use_index)
         evaluations = evaluations_of(policy, run)
         seen = snapshot_run(
             run, reference=policy.native_reference, steps_from=policy.steps_from, evaluated=recorded[1].has
         )
         for series in sorted({each.series for each in seen}) or [""]:
-            own, named = f"{name}-{series}" if series else name, evaluations
+            own = f"{name}-{series}" if series else name
             if series:
                 recorded = _recorded(policy, own, use_index=use_index)
-                named = [replace(each, config=each.config.model_copy(update={"model_name": own})) for each in named]
+            named = [replace(each, config=each.config.model_copy(update={"model_name": own})) for each in evaluations]
             folder, (claims, records) = run_folder(policy, own), recorded
             listing = RunListing(
                 run=run,
@@ -69,9 +67,9 @@ def take_snapshot(
 def run_folders(policy: Policy) -> dict[str, str]:
     """Returns the folders of records of a policy's runs, and of the series of each, by name."""
     names: dict[str, None] = {}
-    for run in expand_runs(policy.runs):
+    for run, name in expand_runs(policy.runs).items():
         seen = snapshot_run(run, reference=policy.native_reference, steps_from=policy.steps_from)
-        names |= dict.fromkeys([name_of(run)[0], *sorted({each.run_in(run) for each in seen})])
+        names |= dict.fromkeys([name, *sorted({each.run for each in seen})])
     return {name: run_folder(policy, name) for name in names}
 
 

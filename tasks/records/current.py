@@ -90,9 +90,11 @@ def told_apart(checkpoints: Iterable[CheckpointReference]) -> Callable[[Checkpoi
 
 
 def _run_folder(checkpoint: CheckpointReference) -> str:
-    folder = run_folder_of(checkpoint.uri)
-    named = checkpoint.label is not None and checkpoint.label.endswith(label_of(storage.basename(folder)))
-    return run_folder_of(storage.parent(folder)) if named else folder  # a final model lies in its run's folder
+    if checkpoint.label is None:
+        return run_folder_of(checkpoint.uri)
+    folder = run_folder_of(checkpoint.uri, stepped=False)
+    named = checkpoint.label.endswith(label_of(storage.basename(folder)))
+    return run_folder_of(storage.parent(folder), stepped=False) if named else folder  # a final model lies in its run's
 
 
 def merged_by(checkpoint: CheckpointReference) -> str:

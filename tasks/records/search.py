@@ -21,7 +21,7 @@ from tasks.records.details import CheckpointReference
 from tasks.records.record import RECORD_NAME, FoundRecord, Record, find_records, record_or_reason
 from tasks.spec.evaluators import evaluator_title, evaluator_titles
 from tasks.spec.labels import folder_of
-from tasks.spec.names import how_many, name_of, step_of
+from tasks.spec.names import how_many, name_of_source, step_of
 
 _SHOWN_NAMES = 8
 _ELSEWHERE = re.compile(r"(.+?):(?!//)((?:mean|ema|wsm|interpolate)\(.*\))|(.+):(?!//)([^/:]+)")
@@ -141,7 +141,7 @@ def _inputs(merge: Merge, checkpoints: Iterable[CheckpointReference]) -> list[tu
                 known[run].add(step)
     inputs: list[tuple[str, int]] = []
     for source in merge.sources:
-        run, _, step = name_of(source.location)
+        run, _, step = name_of_source(source)
         inputs += [(run, step) for step in (source.taken(known[run]) if source.steps else [step])]
     return inputs
 

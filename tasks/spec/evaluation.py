@@ -16,7 +16,7 @@ from resources.config import Config, JsonObject, ResourceConfig, TpuConfig
 from resources.tpu import largest_single_vm_slice
 from tasks.spec.evaluators import DEFAULT_EVALUATOR, AnyEvaluator, NativeOptions, OptionsKind, is_native, options_as
 from tasks.spec.model_parts import ModelParts, with_parts_named
-from tasks.spec.names import in_few_words, name_of
+from tasks.spec.names import in_few_words, name_of, run_name_of
 from tasks.spec.sinks import Sinks
 from tasks.spec.steps import check_expression
 
@@ -215,7 +215,7 @@ class Request(ModelParts, Serving, Asking):
     @property
     def place(self) -> str:
         """The run, and the step if it is in model_path, for the names of flow runs."""
-        step = name_of(self.model_path)[2]
+        step = name_of(self.model_path)[2] if self.run_name != run_name_of(self.model_path) else 0
         return f"{self.run_name} step-{step}" if step else self.run_name
 
 

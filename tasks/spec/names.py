@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from pools.weights.merges import Merge, locations_of, merge_of
+from pools.weights.merges import Merge, Source, locations_of, merge_of
 from pools.weights.overrides import override_of, without_options
 from resources.errors import BadInput
 from resources.storage import storage
@@ -28,7 +28,7 @@ def name_of(uri: str) -> tuple[str, str, int]:
     `models:/llama/3` is the run `llama-v3`. A merged checkpoint has run and step of its last input, or only its run's
     name while its steps are unresolved."""
     if (merge := merge_of(uri)) is not None:
-        return name_of_merge(merge, [name_of(location) for location in merge.locations])
+        return name_of_merge(merge, [name_of_source(source) for source in merge.sources])
     parts = parts_of(uri)
     direct = _direct(parts)
     parts, stepped = parts[: direct.run], direct.stepped
@@ -36,6 +36,23 @@ def name_of(uri: str) -> tuple[str, str, int]:
     if stepped is not None and stepped.series:
         run = f"{run}-{stepped.series}" if without_options(uri).startswith("hf://") else stepped.series
     return run, (f"{run}-{stepped.step}" if stepped is not None else run), stepped.step if stepped is not None else 0
+
+
+def run_name_of(uri: str) -> str:
+    """Returns the name of a run by its folder: a number behind a word for a step, as in `llama-step-100`, is part of
+    the name. `name_of` takes such a folder for a checkpoint; `run_named_by` in discovery looks at what it holds."""
+    if (merge := merge_of(uri)) is not None:
+        return run_name_of(merge.locations[-1])
+    parts = parts_of(uri)
+    return _run_of(parts[: _without_places(parts, len(parts))])
+
+
+def name_of_source(source: Source) -> tuple[str, str, int]:
+    """Returns run, name and step of an input of a merge. A location with `@steps` is a run."""
+    if not source.steps:
+        return name_of(source.location)
+    run = run_name_of(source.location)
+    return run, run, 0
 
 
 def _run_of(parts: Sequence[str]) -> str:
@@ -71,10 +88,13 @@ def _direct(parts: Sequence[str]) -> _Direct:
         own -= 1
     stepped = step_in(parts[own - 1 : own], above=parts[own - 2] if own > 1 else "") if own else None
     own = own if stepped is not None else len(parts)
-    run = own - (stepped is not None)
+    return _Direct(_without_places(parts, own - (stepped is not None)), own, stepped)
+
+
+def _without_places(parts: Sequence[str], run: int) -> int:
     while run > 1 and is_place(parts[run - 1]) and (parts[run - 1] == "hf" or parts[run - 2] != "artifacts"):
         run -= 1
-    return _Direct(run, own, stepped)
+    return run
 
 
 def name_of_series(run: str, series: str | None) -> str:
@@ -105,9 +125,13 @@ def in_steps(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
 
 
-def run_folder_of(uri: str) -> str:
-    """Returns the folder of a checkpoint's run, without step and `hf`; for a merged checkpoint, of its last input."""
-    return _folders_of(locations_of(uri)[-1])[0]
+def run_folder_of(uri: str, *, stepped: bool = True) -> str:
+    """Returns the folder of a checkpoint's run, without step and `hf`; for a merged checkpoint, of its last input.
+    `stepped`: False if a step in its last part does not count."""
+    if stepped:
+        return _folders_of(locations_of(uri)[-1])[0]
+    parts = _absolute(uri).split("/")
+    return "/".join(parts[: _without_places(parts, len(parts))])
 
 
 def place_of(uri: str) -> str:
@@ -121,10 +145,13 @@ def place_of(uri: str) -> str:
 
 
 def _folders_of(uri: str) -> tuple[str, str]:
-    own = (uri if uri.startswith("/") else storage.absolute(without_options(uri))).rstrip("/")
-    parts = own.split("/")
+    parts = _absolute(uri).split("/")
     direct = _direct(parts)
     return "/".join(parts[: direct.run]), "/".join(parts[: direct.own])
+
+
+def _absolute(uri: str) -> str:
+    return (uri if uri.startswith("/") else storage.absolute(without_options(uri))).rstrip("/")
 
 
 def in_few_words(names: Iterable[str]) -> str:

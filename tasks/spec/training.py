@@ -13,7 +13,7 @@ from resources.config import Config, ResourceConfig, TpuConfig
 from resources.storage import storage
 from tasks.spec.evaluation import EvaluationConfig, StepsFrom
 from tasks.spec.model_parts import ModelParts
-from tasks.spec.names import in_few_words, is_relative, name_of
+from tasks.spec.names import in_few_words, is_relative, run_name_of
 from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 
 EXPORTS = "hf"
@@ -197,7 +197,7 @@ class TrainAndEvaluateConfig(Config):
     @property
     def place(self) -> str:
         asked = self.suite or in_few_words(evaluation.asked for evaluation in self.evaluations)
-        return f"{name_of(self.exports)[0]} · {asked}"
+        return f"{run_name_of(self.exports)} · {asked}"
 
     def asked(self) -> tuple[EvaluationConfig, ...]:
         if self.suite is None:
@@ -217,4 +217,5 @@ def _of(asked: Any, exports: str) -> Any:
     given = values.get("model_path")
     if given and given.rstrip("/") != exports:
         raise ValueError(f"expected model_path to be left out, or {exports}, found {given}")
-    return {**values, "model_path": exports}
+    named = {} if values.get("pool_config") else {"model_name": run_name_of(exports)}
+    return {**named, **values, "model_path": exports}

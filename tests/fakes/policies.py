@@ -22,8 +22,9 @@ NOWHERE = "http://127.0.0.1:9/v1"
 
 
 def seen_checkpoint(step: int, *, run: str = "/runs/run", **changes: Any) -> SeenCheckpoint:
-    name = f"{run.rpartition('/')[2]}-{step}"
-    return replace(SeenCheckpoint(f"{run}/hf/step-{step}", name, step, "huggingface", f"listing-{step}", ()), **changes)
+    name, listing = run.rpartition("/")[2], f"listing-{step}"
+    seen = SeenCheckpoint(f"{run}/hf/step-{step}", name, f"{name}-{step}", step, "huggingface", listing, ())
+    return replace(seen, **changes)
 
 
 def wanted_evaluation(

@@ -20,6 +20,7 @@ from flows.cli.options.pools import (
 from pools.weights.merges import as_named
 from resources.errors import BadInput, unknown
 from resources.storage import storage
+from tasks.checkpoints.discovery import run_named_by
 from tasks.records.provenance import place_in_git
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.publishing import sinks_in
@@ -35,7 +36,6 @@ from tasks.spec.evaluators import (
 )
 from tasks.spec.loading import build_config, load_config
 from tasks.spec.model_parts import ModelParts, with_parts_named
-from tasks.spec.names import name_of
 from tasks.spec.suites import SuiteRequest
 
 _SHARES = ("max_truncated", "max_at_limit")
@@ -283,7 +283,7 @@ def _mlflow(options: EvaluationOptions) -> list[dict[str, str]]:
             remedy="name a tracking server, or a folder of this machine: --mlflow-uri mlruns",
         )
     local_uri = storage.join(storage.parent(storage.absolute(output)), "mlruns")
-    experiment = options.name or name_of(as_named(options.model))[0]
+    experiment = options.name or run_named_by(as_named(options.model))
     return [{"kind": "mlflow", "tracking_uri": place or local_uri, "experiment": experiment}]
 
 

@@ -14,7 +14,7 @@ from pools.weights.merges import as_named
 from resources.errors import BadInput, exclusive
 from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions
-from tasks.spec.names import name_of
+from tasks.checkpoints.discovery import run_named_by
 
 _GPU = re.compile(r"(?P<variant>[A-Za-z][\w-]*)(?::(?P<of_it>\d{1,18}))?|(?P<of_any>\d{1,18})")
 _CORES = 2
@@ -134,7 +134,7 @@ def pool_content(options: PoolOptions, *, model: str, name: str | None) -> dict[
     return {
         "resource_config": resources_asked(options),
         "model": {
-            "name": name or name_of(as_named(model))[0],
+            "name": name or run_named_by(as_named(model)),
             "engine_kwargs": dict(key_and_value("--engine", text) for text in options.engine),
             "apply_chat_template": options.chat,
         },

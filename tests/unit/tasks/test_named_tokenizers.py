@@ -137,7 +137,7 @@ def test_run_of_a_policy_with_a_tokenizer_keeps_it_behind_a_pattern(tmp_path: Pa
     (tmp_path / "a-1").mkdir()
     (tmp_path / "a-2").mkdir()
     pattern = with_options(f"{tmp_path}/a-*", tokenizer="t")
-    assert expand_runs([pattern]) == [f"with({tmp_path}/a-{number}, tokenizer=t)" for number in (1, 2)]
+    assert [*expand_runs([pattern])] == [f"with({tmp_path}/a-{number}, tokenizer=t)" for number in (1, 2)]
 
 
 def test_checkpoints_command_says_where_a_tokenizer_comes_from(tmp_path: Path, capsys: CaptureFixture[str]) -> None:

@@ -331,7 +331,7 @@ def test_records_of_before_and_after_a_copy_count_together(tmp_path: Path):
         Evaluated("digest", "copied", frozenset({"hash-b"})),
         Evaluated("of other weights", "long ago", frozenset({"hash-d"})),
     ]
-    seen = SeenCheckpoint("/runs/run/step-1", "run-1", 1, "huggingface", "copied", ())
+    seen = SeenCheckpoint("/runs/run/step-1", "run", "run-1", 1, "huggingface", "copied", ())
     listing = RunListing(
         "/runs/run", "run", wanted_evaluations(*"abcd"), [seen], RunRecords({"run-1": states}, [row], {})
     )
