@@ -361,6 +361,11 @@ class KubernetesServer:
             elif config_map := volume.get("configMap"):
                 source = self.objects.get(("configmaps", config_map["name"]))
                 optional = config_map.get("optional", False)
+                if source is not None and (
+                    chosen := {item["key"]: item["path"] for item in config_map.get("items", ())}
+                ):
+                    data = {path: source["data"][key] for key, path in chosen.items() if key in source["data"]}
+                    source = {**source, "data": data}
             else:
                 continue
             if source is not None:

@@ -1,13 +1,12 @@
 """Jobs on a Kubernetes cluster: each attempt is a `batch/v1` Job, controlled by a thread of the submitting process.
 
-Pods live as long as that process: it rewrites a ConfigMap that they mount, and they end if it does not change for the
+Pods live as long as that thread: it rewrites a ConfigMap that they mount, and they end if it does not change for the
 duration of a lease. A job that outlives its parent is controlled by its own keeper pod instead.
 """
 
 from __future__ import annotations
 
 import atexit
-import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,18 +29,9 @@ from resources.backends.kubernetes.manifests import (
     secret_content,
     secret_manifest,
 )
-from resources.backends.kubernetes.names import heartbeat_name, new_job_id
+from resources.backends.kubernetes.names import new_job_id
 from resources.backends.kubernetes.owner import OwnedJob
-from resources.backends.kubernetes.records import (
-    BEATS_PER_LEASE,
-    Record,
-    all_records,
-    beat,
-    create_record,
-    prune,
-    read_record,
-    write_record,
-)
+from resources.backends.kubernetes.records import Record, all_records, create_record, prune, read_record, write_record
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BackendUnavailable, BadInput, UnsatisfiableResources
 from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, JobStatus, create_environment
@@ -77,22 +67,17 @@ class KubernetesClient(Client):
         bounds: Bounds | None = None,
     ) -> None:
         self._cluster = cluster
-        self._image, self._queue = image, queue
+        self._queue = queue
         self._poll_seconds = poll_seconds
         self._bounds = bounds or Bounds()
         self._owner = Owner(
-            name=f"owner-{secrets.token_hex(6)}",
-            jobs_url=self.url,
-            image=image,
-            queue=queue,
-            grace_seconds=grace_seconds,
-            lease_seconds=lease_seconds,
+            jobs_url=self.url, image=image, queue=queue, grace_seconds=grace_seconds, lease_seconds=lease_seconds
         )
         self._owned: list[OwnedJob] = []
         self._handles: dict[str, KubernetesJob] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._beater: threading.Thread | None = None
+        self._has_begun = False
 
     @property
     def url(self) -> str:
@@ -108,27 +93,25 @@ class KubernetesClient(Client):
             self.check_resources(request.resources.model_copy(update={"replicas": request.replica_count}))
             environment = request.environment or create_environment()
             job_id = new_job_id(request.name)
-            owner = replace(self._owner, name=job_id) if request.outlives_parent else self._owner
             vms = placement(request.resources).vms
-            files = secret_content(request, environment, job_id=job_id, vms=vms, owner=owner)
+            files = secret_content(request, environment, job_id=job_id, vms=vms, owner=self._owner)
             submission = Submission(
                 job_id=job_id,
                 request=replace(request, entrypoint=Command("true")),
                 environment=environment,
-                image=image_of(request, environment, default=self._image),
+                image=image_of(request, environment, default=self._owner.image),
                 files=files,
-                owner=owner,
+                owner=self._owner,
                 bounds=self._bounds,
             )
             record = Record(
                 job_id=job_id,
                 name=request.name,
-                owner=owner.name,
                 submitted_at=time.time(),
                 replicas=request.replica_count,
                 vms=vms,
-                grace_seconds=owner.grace_seconds,
-                lease_seconds=owner.lease_seconds,
+                grace_seconds=self._owner.grace_seconds,
+                lease_seconds=self._owner.lease_seconds,
                 outlives_parent=request.outlives_parent,
                 returns=isinstance(request.entrypoint, Call),
             )
@@ -179,11 +162,8 @@ class KubernetesClient(Client):
         with ThreadPoolExecutor(max(1, len(jobs))) as threads:
             endings = [threads.submit(job.terminate) for job in jobs]
         self._closing.set()
-        if self._beater is not None:
-            self._beater.join()
-            self._cluster.delete("configmaps", heartbeat_name(self._owner.name))
-            atexit.unregister(self._end_at_exit)
-            self._beater = None
+        atexit.unregister(self._end_at_exit)
+        self._has_begun = False
         for ending in endings:
             ending.result()
 
@@ -204,7 +184,8 @@ class KubernetesClient(Client):
 
     def _submit_owned(self, record: Record, submission: Submission) -> KubernetesJob:
         job = OwnedJob(self._cluster, record, submission)
-        self._start_beating()
+        if not self._has_begun:
+            self._begin()
         create_record(self._cluster, record)
         try:
             job.step()
@@ -218,7 +199,6 @@ class KubernetesClient(Client):
 
     def _submit_with_keeper_pod(self, record: Record, submission: Submission) -> KubernetesJob:
         files = bounded({"keeper.pickle": cloudpickle.dumps(submission)})
-        beat(self._cluster, submission.owner.name)
         create_record(self._cluster, record)
         manifest = keeper_pod_manifest(submission)
         name = manifest["metadata"]["name"]
@@ -234,27 +214,19 @@ class KubernetesClient(Client):
             raise
         return self._handle(record)
 
-    def _start_beating(self) -> None:
-        if self._beater is None:
-            beat(self._cluster, self._owner.name)
-            with suppress(AssayError):  # pruning is not urgent
-                prune(self._cluster)
-            self._closing.clear()
-            self._beater = threading.Thread(target=self._beat, name="kubernetes-heartbeat", daemon=True)
-            self._beater.start()
-            atexit.register(self._end_at_exit)
-
-    def _beat(self) -> None:
-        while not self._closing.wait(self._owner.lease_seconds / BEATS_PER_LEASE):
-            with suppress(AssayError):  # a cluster that is temporarily unavailable does not end the jobs
-                beat(self._cluster, self._owner.name)
+    def _begin(self) -> None:
+        with suppress(AssayError):  # pruning is not urgent
+            prune(self._cluster)
+        self._closing.clear()
+        atexit.register(self._end_at_exit)
+        self._has_begun = True
 
     def _look_after(self, job: OwnedJob) -> None:
         finished = False
         while not finished and not self._closing.wait(self._poll_seconds):
             try:
                 finished = job.step().finished
-            except AssayError:  # as above: temporarily unavailable
+            except AssayError:  # a cluster that is temporarily unavailable does not end the job
                 continue
             except Exception as error:  # after a bug, end the pods, which nothing would control
                 job.fail(f"looking after it failed: {type(error).__name__}: {error}")

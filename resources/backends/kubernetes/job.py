@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from resources.backends.kubernetes.logs import moment_of, without_times
 from resources.backends.kubernetes.manifests import ANNOUNCER, MAIN
-from resources.backends.kubernetes.names import heartbeat_name, keeper_pod_name, logs_name, result_name, selector
+from resources.backends.kubernetes.names import keeper_pod_name, logs_name, result_name, selector
 from resources.backends.kubernetes.owner import TERMINATED, OwnedJob, end_attempt
 from resources.backends.kubernetes.pods import pod_index
-from resources.backends.kubernetes.records import Record, as_seen, is_silent, read_record, request_stop, write_record
+from resources.backends.kubernetes.records import Record, as_seen, read_record, request_stop, write_record
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.logs import PART_BYTES, LogPart, check_replica, part_of_hosts
@@ -104,9 +104,7 @@ class KubernetesJob(BackendJob):
         request_stop(self._cluster, self.job_id)
         deadline = time.monotonic() + record.grace_seconds + _TERMINATE_MARGIN_SECONDS
         while not (record := self._read()).finished:
-            heartbeat = self._cluster.get("configmaps", heartbeat_name(record.owner))
-            silent = is_silent(heartbeat, lease_seconds=record.lease_seconds)
-            if silent or (record.outlives_parent and not self._keeper_pod_runs()):
+            if record.is_silent or (record.outlives_parent and not self._keeper_pod_runs()):
                 self._end_for_owner(record)
                 return
             if time.monotonic() > deadline:
@@ -150,10 +148,9 @@ class KubernetesJob(BackendJob):
         record = self._read()
         if self._owned is not None or record.finished:
             return record
-        heartbeat = self._cluster.get("configmaps", heartbeat_name(record.owner))
-        if record.outlives_parent and is_silent(heartbeat, lease_seconds=record.lease_seconds):
+        if record.outlives_parent and record.is_silent:
             return self._without_keeper_pod(record)
-        return as_seen(record, heartbeat)
+        return as_seen(record)
 
     def _without_keeper_pod(self, record: Record) -> Record:
         name = keeper_pod_name(self.job_id)

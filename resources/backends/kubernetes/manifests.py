@@ -2,8 +2,8 @@
 
 An attempt is an Indexed `batch/v1` Job, or for several multi-VM slices a JobSet of such Jobs. Neither restarts pods by
 itself (`backoffLimitPerIndex: 0`, `maxRestarts: 0`), so that `owner.py` can classify and count each ending.
-Variables, callable and programs travel in a Secret that the Job or JobSet owns. The record of the job and its owner's
-heartbeat are ConfigMaps without secrets.
+Variables, callable and programs travel in a Secret that the Job or JobSet owns. The record of the job, with its owner's
+heartbeat, is a ConfigMap without secrets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from resources.backends.kubernetes.names import (
     SLICE,
     SLICE_LABEL,
     attempt_name,
-    heartbeat_name,
     keeper_pod_name,
     labels,
 )
@@ -32,6 +31,8 @@ from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import Call, EnvironmentConfig, JobRequest
 from resources.jobs.results import pickled
 
+HEARTBEAT = "beat"
+"""Key of the heartbeat in the ConfigMap of a job's record, the only key that the pods see."""
 MAIN, ANNOUNCER = "replica", "announcer"
 """The two containers of a pod; the log of the second holds only announcements and the result."""
 LARGEST_SECRET_BYTES = 1_000_000
@@ -40,6 +41,7 @@ KEPT_SECONDS = 24 * 3600
 """Time for which a finished Job is kept, with its pods and their logs."""
 _PROGRAMS = Path(__file__).parents[1] / "programs"
 _JOB, _RUN, _HEARTBEAT = "/assay/job", "/assay/run", "/assay/heartbeat"
+_HEARTBEAT_FILE = {"key": HEARTBEAT, "path": HEARTBEAT}
 _MESSAGE = "/dev/termination-log"
 _UNPRIVILEGED: dict[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _NOT_ROOT: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -53,10 +55,8 @@ _ANNOUNCER_LIMITS = {"cpu": "50m", "memory": "64Mi", "ephemeral-storage": "64Mi"
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The process that controls a job, with the settings for the job's pods."""
+    """Settings of the process that controls a job, for the job's pods."""
 
-    name: str
-    """Name of the heartbeat that the pods watch."""
     jobs_url: str
     """Value of `ASSAY_JOBS` in the job."""
     image: str | None
@@ -220,7 +220,7 @@ def attempt_manifest(job: Submission, attempt: int) -> dict[str, Any]:
             {"name": "job", "secret": {"secretName": name, "defaultMode": 0o444}},
             {"name": "run", "emptyDir": {}},
             # Optional: a pod that starts after the owner's end must not hang; the lease ends it.
-            {"name": "heartbeat", "configMap": {"name": heartbeat_name(owner.name), "optional": True}},
+            {"name": "heartbeat", "configMap": {"name": job_id, "items": [_HEARTBEAT_FILE], "optional": True}},
         ],
     }
     pods = where.vms if slices > 1 else request.replica_count * where.vms
@@ -309,7 +309,7 @@ def service_manifest(*, job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_map_manifest(name: str, tags: Mapping[str, str], content: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a ConfigMap: the record of a job, its stored logs or results, or an owner's heartbeat."""
+    """Returns a ConfigMap: the record of a job, or its stored logs or results."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

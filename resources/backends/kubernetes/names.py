@@ -14,7 +14,7 @@ MANAGED_BY = {"app.kubernetes.io/managed-by": PREFIX}
 JOB_LABEL = f"{PREFIX}/job"
 ATTEMPT_LABEL = f"{PREFIX}/attempt"
 PART_LABEL = f"{PREFIX}/part"
-"""Role of an object: a job's record, an attempt, stored logs, a result, its keeper pod, or an owner's heartbeat."""
+"""Role of an object: a job's record, an attempt, stored logs, a result, or its keeper pod."""
 NAME_ANNOTATION = f"{PREFIX}/name"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 SLICE = "slice"
@@ -49,11 +49,6 @@ def logs_name(job_id: str, attempt: int) -> str:
 def result_name(job_id: str, attempt: int, replica: int) -> str:
     """Returns the name of the ConfigMap with a replica's result."""
     return f"{job_id}-{attempt}-result-{replica}"
-
-
-def heartbeat_name(owner: str) -> str:
-    """Returns the name of the ConfigMap that an owner rewrites while it lives."""
-    return f"{owner}-heartbeat"
 
 
 def keeper_pod_name(job_id: str) -> str:

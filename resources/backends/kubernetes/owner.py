@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,7 +49,7 @@ from resources.backends.kubernetes.pods import (
     states_by_index,
     without_collateral,
 )
-from resources.backends.kubernetes.records import BEATS_PER_LEASE, Record, beat, read_record, write_record
+from resources.backends.kubernetes.records import Record, beat, read_record, write_record
 from resources.backends.programs.attempts import Attempts
 from resources.backends.programs.run_in_pod import ORPHANED
 from resources.errors import AssayError, BackendUnavailable, BadInput, JobTimeout
@@ -61,6 +62,7 @@ _KEPT_LINES = 20_000
 _RESULT_LINES = 100  # the largest result has 87 lines, plus the last announcement
 _LAST_WORDS_SECONDS = 1.0
 _KEEPER_POLL_SECONDS = 0.5
+_BEATS_PER_LEASE = 10
 _NODE_SECONDS = 60.0  # a kubelet that has not ended a pod this long after its grace time is gone
 
 
@@ -76,13 +78,14 @@ class OwnedJob:
         self._started: set[int] = set()
         self._begin_at = 0.0  # monotonic start time of the next attempt
         self._since: dict[str, float] = {}
+        self._beaten_at = -inf
 
     @property
     def record(self) -> Record:
         return self._record
 
     def step(self) -> Record:
-        """Advances the job by a step; does nothing once it has finished or is being ended."""
+        """Renews the heartbeat and advances the job by a step; does nothing once it has finished or is being ended."""
         with self._lock:
             if not self._record.finished and not self._ends:
                 self._step()
@@ -117,6 +120,9 @@ class OwnedJob:
                 self._write(status=status, reason=reason, counted=self._record.attempts)
 
     def _step(self) -> None:
+        if time.monotonic() - self._beaten_at >= self._record.lease_seconds / _BEATS_PER_LEASE:
+            beat(self._cluster, self._record.job_id)
+            self._beaten_at = time.monotonic()
         stored = read_record(self._cluster, self._record.job_id)
         if stored is None or stored[1]:
             self._stop()
@@ -329,18 +335,14 @@ def keep(arguments: list[str]) -> None:
     """Reads the submission, and advances the job from its recorded state until it has finished."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise the first process of a pod ignores SIGTERM
     submission: Submission = cloudpickle.loads(Path(arguments[0]).read_bytes())
-    owner, job_id = submission.owner, submission.job_id
-    cluster = connect("", urlsplit(owner.jobs_url).path.strip("/"))
+    job_id = submission.job_id
+    cluster = connect("", urlsplit(submission.owner.jobs_url).path.strip("/"))
     stored = read_record(cluster, job_id)
     if stored is None:
         raise BadInput(expected="the id of a job", found=repr(job_id), remedy="Its record is gone: submit it again.")
     job = OwnedJob(cluster, stored[0], submission)
-    beaten_at = 0.0
     while not job.record.finished:
         with suppress(AssayError):  # a cluster that is temporarily unavailable does not end the job
-            if time.monotonic() - beaten_at >= owner.lease_seconds / BEATS_PER_LEASE:
-                beat(cluster, owner.name)
-                beaten_at = time.monotonic()
             job.step()
         time.sleep(_KEEPER_POLL_SECONDS)
 

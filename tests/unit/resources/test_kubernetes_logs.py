@@ -106,7 +106,7 @@ class Cluster:
 
 def record(attempts: int = 1, status: JobStatus = JobStatus.RUNNING) -> Record:
     return Record(
-        job_id="job-1", name="job", owner="us", submitted_at=0.0, replicas=1, vms=1, grace_seconds=1.0,
+        job_id="job-1", name="job", submitted_at=0.0, replicas=1, vms=1, grace_seconds=1.0,
         lease_seconds=1.0, outlives_parent=False, status=status, attempts=attempts,
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ from resources.jobs.jobs import Call, Command, EnvironmentConfig, JobRequest, cr
 from resources.settings import settings
 from resources.tpu import TPU_TOPOLOGIES
 
-OWNER = Owner(name="owner-1", jobs_url="kubernetes:///ml", image=None, grace_seconds=10, lease_seconds=300)
+OWNER = Owner(jobs_url="kubernetes:///ml", image=None, grace_seconds=10, lease_seconds=300)
 SECRET_WORD = "hf_do_not_show"
 
 
