@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
-import stat
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
+from socket import gethostname
 
 from resources.backends.programs.attempts import Outcome
 from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause
@@ -57,26 +55,12 @@ def classify_ray(error: BaseException) -> tuple[Outcome, str]:
 
 
 def this_machine() -> str:
-    """Returns a random id of this machine, the content of a file in its `/tmp`, equal for all of its processes.
-
-    Names taken by other users, or by anything but a regular file, are skipped.
-    """
-    for number in count():
-        path = Path(tempfile.gettempdir()) / f"assay-machine-{os.getuid()}{f'-{number}' if number else ''}"
-        if not os.path.lexists(path):
-            unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-            unfinished.touch(mode=0o600)
-            unfinished.write_text(secrets.token_hex(16))
-            try:
-                os.link(unfinished, path)  # unlike a rename, a link does not overwrite another process' file
-            except FileExistsError:
-                pass
-            finally:
-                unfinished.unlink()
-        status = path.lstat()
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
-            return path.read_text()
-    raise AssertionError("numbers do not end")
+    """Returns an identity of this machine, equal for all processes of a user that share its temporary folder."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    shared = Path(tempfile.gettempdir()).stat()
+    return (
+        f"{boot.read_text().strip() if boot.is_file() else gethostname()} {shared.st_dev}:{shared.st_ino} {os.getuid()}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
