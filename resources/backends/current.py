@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
+from contextlib import ExitStack
+from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -54,11 +54,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def client_from_url(url: str) -> Client:
-    """Returns the client for an address of the `BACKENDS`; the same object for equal addresses in a process.
-
-    Raises:
-        BadInput: no backend has such an address, or the backend's package is not installed.
-    """
+    """Returns the client for an address of the `BACKENDS`; the same object for equal addresses in a process."""
     refuse_user_information(url, place="the address of a backend")
     return _client_of(url.strip(), os.getpid())
 
@@ -79,18 +75,11 @@ def current_client() -> Client:
     return client_from_url("local")
 
 
-class set_current_client(AbstractContextManager[Client]):  # called like a function
+def set_current_client(client: Client) -> ExitStack:
     """Sets the client of this context, permanently or to the end of a `with` block."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._token: Token[Client | None] = _current_client.set(client)
-
-    def __enter__(self) -> Client:
-        return self._client
-
-    def __exit__(self, *error: object) -> None:
-        _current_client.reset(self._token)
+    ending = ExitStack()
+    ending.callback(_current_client.reset, _current_client.set(client))
+    return ending
 
 
 @cache

@@ -60,7 +60,6 @@ class FolderJob(BackendJob):
         return JobStatus(self.process_details()["status"])
 
     def details(self) -> JobDetails:
-        """Returns the job's state, with the reason for its end or for its waiting."""
         now = self.process_details()
         return JobDetails(
             job_id=self.job_id,
@@ -146,12 +145,6 @@ class FolderClient(Client, Generic[Job]):
     def _create_folder(
         self, request: JobRequest, *, python: Path, imports: Sequence[str], working_directory: Path, **further: Any
     ) -> Path:
-        """Writes the files of a pending job, and returns its folder, which has the job's id as its name.
-
-        Args:
-            imports: folders for `sys.path` of a callable.
-            further: fields of the backend in `specification.json`.
-        """
         job_id = f"{request.name}-{secrets.token_hex(4)}"
         call = pickled(request.entrypoint, job_id=job_id) if isinstance(request.entrypoint, Call) else None
         folder = self._root / job_id
@@ -176,7 +169,6 @@ class FolderClient(Client, Generic[Job]):
         return folder
 
     def _prune(self) -> list[Job]:
-        """Removes finished jobs except the 200 with the latest changes of state; returns the jobs that it keeps."""
         changed_at: dict[Path, float] = {}
         for status in self._root.glob(f"*/{_STATUS}"):
             with suppress(OSError):  # another process may be pruning too

@@ -76,11 +76,7 @@ Job = TypeVar("Job", bound=JobHandle)
 
 
 def while_running(job: Job | None, *, adopt_existing: bool) -> Job | None:
-    """Returns `job` while it runs, for reuse of its name; None if there is none, or it has finished.
-
-    Raises:
-        JobAlreadyExists: it runs, and `adopt_existing` is False.
-    """
+    """Returns `job` while it runs, if `adopt_existing` allows that; None if there is none, or it has finished."""
     if job is None or job.status().finished:
         return None
     if adopt_existing:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from resources.config import Config, CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import unknown
@@ -166,24 +165,22 @@ class Regions(Config):
     regions: tuple[Region, ...] = Field(min_length=1)
     """Regions, in the order of preference."""
 
-    @model_validator(mode="before")
+    @field_validator("regions")
     @classmethod
-    def _prices_for_each(cls, values: Any) -> Any:
-        match values:
-            case {"prices": Mapping() as prices, "regions": list() | tuple() as regions}:
-                common = {key: prices[key] for key in ("vcpu_hour", "memory_gb_hour") if key in prices}
-                chips = prices.get("chip_hour") or {}
-                if not isinstance(chips, Mapping):
-                    return values  # pydantic reports it when it validates the field
-                filled = [
-                    {**common, **region, "chip_hour": {**chips, **(region.get("chip_hour") or {})}}
-                    if isinstance(region, dict) and isinstance(region.get("chip_hour") or {}, Mapping)
-                    else region
-                    for region in regions
-                ]
-                return {**values, "regions": filled}
-            case _:
-                return values
+    def _prices_for_each(cls, regions: tuple[Region, ...], known: ValidationInfo) -> tuple[Region, ...]:
+        prices: Prices | None = known.data.get("prices")
+        if prices is None:  # pydantic reports it
+            return regions
+        return tuple(
+            region.model_copy(
+                update={
+                    "chip_hour": {**prices.chip_hour, **region.chip_hour},
+                    "vcpu_hour": region.vcpu_hour or prices.vcpu_hour,
+                    "memory_gb_hour": region.memory_gb_hour or prices.memory_gb_hour,
+                }
+            )
+            for region in regions
+        )
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Regions:

@@ -48,10 +48,7 @@ _PACKED_FOR_SECONDS = 5.0  # packing takes 0.3 s for a thousand files; jobs subm
 class IrisClient(Client):
     """Runs jobs on an Iris cluster.
 
-    Args:
-        grace_seconds: time between SIGTERM and SIGKILL.
-        poll_seconds: interval at which a replica polls the controller; a stop request takes up to this long to arrive.
-        lease_seconds: time after which jobs that do not outlive this process end without a lease renewal.
+    Processes get `grace_seconds` between SIGTERM and SIGKILL; see `leases.py` for the other arguments.
     """
 
     def __init__(

@@ -38,12 +38,7 @@ _CONTROLLER_POLL_SECONDS = 0.1
 
 
 class IrisJob(BackendJob):
-    """Handle on a job of an Iris cluster, submitted by this process or attached to.
-
-    Args:
-        job_id: Iris' id, such as `/user/name-0123abcd`.
-        hosts: number of tasks per replica.
-    """
+    """Handle on a job of an Iris cluster, submitted by this process or attached to; `hosts` is in tasks per replica."""
 
     def __init__(self, controller: IrisController, job_id: str, *, hosts: int, grace_seconds: float) -> None:
         self._controller = controller
@@ -74,7 +69,6 @@ class IrisJob(BackendJob):
         if seen is None:
             raise unknown_job(self._controller, self._job_id)
         status, tasks = job_status(seen.state), self._controller.tasks(self._job_id, every_attempt=True)
-        counted = counts(status, tasks, restarts_now=self._restarts(status, tasks))
         why = reason(seen, tasks)
         if status is JobStatus.STOPPED and (own := self._last_words(tasks)):
             why = own
@@ -83,9 +77,7 @@ class IrisJob(BackendJob):
             name=name_of(self._job_id),
             status=status,
             reason=why,
-            attempts=counted.attempts,
-            failures=counted.failures,
-            preemptions=counted.preemptions,
+            **counts(status, tasks, restarts_now=self._restarts(status, tasks)),
             submitted_at=seen.submitted_at,
             replicas=max(len(tasks) // self._hosts, 1),
             returns={CALLABLE: True, COMMAND: False}.get(seen.command[-1]) if seen.command else None,

@@ -94,15 +94,6 @@ class Seen:
     """Program and arguments of its tasks; empty for jobs from a listing."""
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Attempts of a job over all replicas, counted as in `JobDetails`."""
-
-    attempts: int
-    failures: int
-    preemptions: int
-
-
 def job_status(state: str) -> JobStatus:
     """Returns a job's status; a state that this version does not know counts as running."""
     return _JOBS.get(state, JobStatus.RUNNING)
@@ -133,8 +124,8 @@ def restarts(error: str) -> int:
     return int(match["restarts"] or 0) if match else 0
 
 
-def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[int] = ()) -> Counts:
-    """Returns the number of attempts of a job and how many of them failed or were preempted.
+def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[int] = ()) -> dict[str, int]:
+    """Returns the attempts of a job over all replicas, by the fields of `JobDetails`.
 
     A lost machine may hold several replicas: their loss counts as a single preemption. Each failure counts separately.
     `restarts_now` has the restarts of each replica in its current attempt; counted if that runs or has succeeded, since
@@ -159,7 +150,7 @@ def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[i
         present = any(task.is_on_a_worker or task.has_succeeded for task in tasks)
     else:
         present = status in {JobStatus.SUCCEEDED, JobStatus.STOPPED} and any(task.attempts for task in tasks)
-    return Counts(attempts=failures + preemptions + present, failures=failures, preemptions=preemptions)
+    return {"attempts": failures + preemptions + present, "failures": failures, "preemptions": preemptions}
 
 
 def reason(seen: Seen, tasks: Sequence[Task]) -> str | None:

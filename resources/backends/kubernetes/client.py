@@ -46,13 +46,7 @@ LEAST_LEASE_SECONDS = 180.0
 class KubernetesClient(Client):
     """Runs jobs in a namespace of a cluster. A job ends with its submitting process unless it outlives its parent.
 
-    Args:
-        image: default container image.
-        queue: Kueue queue in which attempts wait for admission; without a queue they start at once.
-        grace_seconds: time between SIGTERM and SIGKILL.
-        lease_seconds: time after which pods end without a heartbeat of this process.
-        poll_seconds: interval at which each job of this process is advanced.
-        bounds: time limits for the start of attempts.
+    Each job of this process is advanced every `poll_seconds`; see `Owner` for the other arguments.
     """
 
     def __init__(

@@ -30,12 +30,7 @@ _SHOWN_ATTEMPTS = 10
 
 
 class KubernetesJob(BackendJob):
-    """Handle on a job in a cluster, submitted by this process or attached to.
-
-    Args:
-        owned: the job if this process is its owner; otherwise None.
-        poll_seconds: longest pause between two polls of a waiting method.
-    """
+    """Handle on a job in a cluster, submitted by this process, which then owns it, or attached to."""
 
     def __init__(
         self, cluster: Cluster, record: Record, *, owned: OwnedJob | None = None, poll_seconds: float = 2.0

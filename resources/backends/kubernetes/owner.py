@@ -278,7 +278,6 @@ def end_attempt(cluster: Cluster, record: Record, *, keep_logs: bool = True) -> 
 
 
 def _keep_results(cluster: Cluster, record: Record) -> None:
-    """Stores the results of the current attempt's replicas, while their pods still exist."""
     for pod in cluster.list("pods", selector(job=record.job_id, attempt=record.attempts)):
         replica, vm = divmod(pod_index(pod, vms=record.vms), record.vms)
         with suppress(BackendUnavailable):  # a job must end even if its result is rejected

@@ -134,10 +134,8 @@ class LocalJob(FolderJob):
 class LocalClient(FolderClient[LocalJob]):
     """Runs jobs as processes of this machine. A job ends with its client and its handle, unless it outlives its parent.
 
-    Args:
-        jobs_dir: parent of the job folders; by default `settings().jobs_dir`.
-        grace_seconds: time between SIGTERM and SIGKILL.
-        device_root: root of the `dev` and `proc` folders that show this machine's devices.
+    Its processes get `grace_seconds` between SIGTERM and SIGKILL. The folders `dev` and `proc` below `device_root` show
+    this machine's devices.
     """
 
     def __init__(
@@ -158,7 +156,6 @@ class LocalClient(FolderClient[LocalJob]):
         return True
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> LocalJob:
-        """Starts a job after building its environment, if it needs its own."""
         if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
             return running
         self.check_resources(request.resources)

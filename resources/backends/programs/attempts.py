@@ -73,9 +73,7 @@ class Attempts(NamedTuple):
 def outcome_of(replicas: Iterable[Outcome | None], *, stopping: bool = False) -> Outcome | None:
     """Returns the outcome of an attempt from those of its replicas, of which None runs; None while it goes on.
 
-    Args:
-        replicas: all replicas of the attempt.
-        stopping: True if the end of the job is requested; only complete success wins over that.
+    Only complete success wins over `stopping`, a request to end the job.
     """
     outcomes = set(replicas)
     if outcomes == {"succeeded"}:

@@ -90,10 +90,8 @@ class RayJob(BackendJob):
 class RayClient(Client):
     """Runs jobs on a Ray cluster. Names are unique among a driver's jobs and all jobs that outlive their drivers.
 
-    Args:
-        address: `auto`, host and port of the cluster's head, or `ray://host:port` of a Ray Client server. If this
-            process is already connected to a Ray, that connection is used.
-        grace_seconds: time between SIGTERM and SIGKILL.
+    `address` is `auto`, host and port of the cluster's head, or `ray://host:port` of a Ray Client server; a connection
+    that this process already has to a Ray is used. Processes get `grace_seconds` between SIGTERM and SIGKILL.
     """
 
     def __init__(self, address: str = "auto", *, grace_seconds: float = 10.0) -> None:

@@ -36,12 +36,7 @@ class ControllerGone(BackendUnavailable):
 
 
 class RayConnection:
-    """A connected driver with its handles on controllers.
-
-    Args:
-        ray: the module, imported by `resources/backends/ray/client.py`.
-        address: `auto`, host and port of a cluster, or `ray://host:port` of a Ray Client server.
-    """
+    """A connected driver with its handles on controllers; `address` is as in `RayClient`."""
 
     def __init__(self, ray: Any, address: str) -> None:
         self._ray = ray
@@ -104,9 +99,7 @@ class RayConnection:
     def ask(self, controller: Any, method: str, **arguments: Any) -> Any:
         """Calls a method of a controller and returns its answer; waits 90 s, plus `seconds` if that is an argument.
 
-        Raises:
-            ControllerGone: the controller has ended.
-            AssayError: raised by the method for users.
+        Raises `ControllerGone` if the controller has ended, and what the method raises for users.
         """
         reference: Any = None
         deadline = time.monotonic() + _ANSWER_SECONDS + arguments.get("seconds", 0.0)

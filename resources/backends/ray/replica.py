@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from resources.backends.processes import argv_of, interpreter_of, start_supervisor, variables_of
+from resources.backends.programs.endings import outcome_of_supervised
 from resources.backends.ray.orders import Output, ProcessEnd, ProcessOrder, refusal_text
 from resources.config import TpuConfig
 from resources.errors import AssayError, BadInput
@@ -148,12 +149,10 @@ class _Run:
                     pass
         while self._report():
             pass
-        status = self._status()
-        outcome = status.get("status")
-        if outcome == "failed" and status["failures"]:
-            outcome = "preempted" if self.is_tpu and preemption_announced() else "failed"
-        elif outcome != "succeeded" and not (outcome == "stopped" and self._told_to_end):
-            outcome = "preempted"  # the process or its supervisor was ended from outside
+        status, code = self._status(), self._supervisor.returncode
+        outcome = outcome_of_supervised(status, supervisor_code=code, stopping=self._told_to_end)
+        if outcome == "failed" and self.is_tpu and preemption_announced():
+            outcome = "preempted"
         code = next((replica["exit_code"] for replica in status.get("replicas", [])), None)
         return ProcessEnd(
             outcome=outcome,

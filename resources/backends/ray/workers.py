@@ -72,13 +72,10 @@ class ControllerShell:
 
 
 def run_on_node(digest: str, code: list[Any], order: bytes, sent: dict[str, Any], controller: Any) -> bytes:
-    """Runs a process of a job in this worker, and returns the pickled `ProcessEnd`.
+    """Runs a pickled `ProcessOrder` in this worker, and returns the pickled `ProcessEnd`.
 
-    Args:
-        code: list with a reference to the content of `digest`, see `bring_code`.
-        order: a pickled `ProcessOrder`.
-        sent: references to objects in Ray's object store, see `ControlledJob`; inside a pickled `order` they would lose
-            their owner.
+    `code` has a reference to the content of `digest`. `sent` are references as in `ControlledJob`; inside the pickled
+    `order` they would lose their owner.
     """
     bring_code(digest, ray.get(code[0]))
     from resources.backends.ray.replica import run_process

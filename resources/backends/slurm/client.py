@@ -189,11 +189,8 @@ class SlurmJob(FolderJob):
 class SlurmClient(FolderClient[SlurmJob]):
     """Runs jobs on a partition of a Slurm cluster.
 
-    Args:
-        folder: folder that all machines of the cluster see; by default `settings().slurm_dir`.
-        grace_seconds: time between SIGTERM and SIGKILL.
-        poll_seconds: interval at which a job checks that its submitter is alive.
-        lease_seconds: time after which jobs that do not outlive this process end without a lease renewal.
+    All machines of the cluster see `folder`, which is `settings().slurm_dir` when None. Processes get `grace_seconds`
+    between SIGTERM and SIGKILL; see `leases.py` for the other arguments.
     """
 
     def __init__(
@@ -220,7 +217,6 @@ class SlurmClient(FolderClient[SlurmJob]):
         return f"slurm://{self._slurm.partition}{query}"
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> SlurmJob:
-        """Queues a job after building its environment, if it needs its own."""
         with self._lock:
             if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running

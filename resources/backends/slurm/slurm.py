@@ -49,13 +49,9 @@ class Slurm:
     def submit(
         self, arguments: Sequence[str], *, script: str, name: str, folder: Path, variables: Mapping[str, str]
     ) -> str:
-        """Submits a batch job, which Slurm requeues if its machine is lost, and returns Slurm's id for it.
+        """Submits a line for a shell, which Slurm runs again if its machine is lost, and returns Slurm's id for it.
 
-        Args:
-            arguments: options of `sbatch` for the resources.
-            script: a line for a shell.
-            folder: working directory of the job, which also gets its output, `batch.log`.
-            variables: its whole environment, which Slurm's controller stores.
+        It runs in `folder`, which gets its output `batch.log`; Slurm's controller stores `variables`, all it gets.
         """
         mine = [f"--partition={self.partition}"] if self.partition else []
         mine += [f"--{option}={value}" for option, value in self.options.items()]
