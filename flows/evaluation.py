@@ -16,7 +16,7 @@ from tasks.running.cells import Cell, as_served, conclude, configs_of, plan_cell
 from tasks.running.claimed_cells import ClaimedCells, put_away
 from tasks.running.conclude import announce, check_sinks, conclude_by, raise_alerts
 from tasks.running.expected import check_budget, tell
-from tasks.running.planning import Plan, plan_checkpoints
+from tasks.running.planning import Plan, Request, plan, plan_checkpoints
 from tasks.running.provisioning import provisioned
 from tasks.running.scheduler import schedule_cells, stage_tokenizers
 from tasks.spec.evaluation import EvaluationConfig, StepsFrom
@@ -54,6 +54,17 @@ def evaluate(plan: Plan, *, gate: Gate | None = None) -> list[Record]:
             check_budget(plan.expected, settings().max_usd)
         run_pending(plan.cells, wait=True)
         return conclude(plan.cells) if gate is None else conclude_by(gate, plan.cells)
+
+
+@pipeline("evaluate-demo", run_name="evaluate {merged.run_name} · demo")
+def evaluate_demo(configs: tuple[EvaluationConfig, ...], merged: EvaluationConfig) -> list[Record]:
+    """Runs every evaluation of a run's checkpoints, and an evaluation of a merged checkpoint, on a shared pool.
+
+    Args:
+        configs: The evaluations of the checkpoints.
+        merged: The evaluation of the merged checkpoint, with its name as model_path.
+    """
+    return evaluate(plan(Request(configs, merged=merged)))
 
 
 def run_pending(cells: Sequence[Cell], *, wait: bool) -> None:

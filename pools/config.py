@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
 
 from resources.config import Config, JsonObject, ResourceConfig, infer_device_from_resource_config
 from resources.jobs.inheritance import ENGINE_SETTINGS, NO_ENGINE_SETTINGS
@@ -53,6 +53,10 @@ def check_name(name: str) -> str:
     return name
 
 
+Name = Annotated[str, AfterValidator(check_name)]
+"""A name that may become part of a path or a URL."""
+
+
 def is_address(pool: str) -> bool:
     """Returns True if a pool is given by its address, not by its name."""
     return "://" in pool
@@ -80,7 +84,7 @@ def _state_of(path: str) -> str | None:
 class ModelConfig(Config):
     """A model, or every checkpoint of a run, as an engine serves it."""
 
-    name: str
+    name: Name
     """Name that requests use; for the checkpoints of a run, the prefix of their names."""
     path: str | None = None
     """Folder in Hugging Face layout, or a run that holds such folders; local or gs://, s3://."""
@@ -94,11 +98,6 @@ class ModelConfig(Config):
     """Send prompts through the model's own chat template."""
     generation_params: JsonObject | None = None
     """Sampling defaults, such as temperature, for requests without them; AlpacaEval sends them, and stop_token_ids."""
-
-    @field_validator("name")
-    @classmethod
-    def _name_is_usable(cls, name: str) -> str:
-        return check_name(name)
 
     @field_validator("engine_kwargs")
     @classmethod

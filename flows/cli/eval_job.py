@@ -19,8 +19,8 @@ from resources.errors import BackendUnavailable, BadInput
 from resources.settings import settings
 from tasks.eval_jobs.here import fetch_to, prepare, require_tracked
 from tasks.eval_jobs.job_file import advice
-from tasks.eval_jobs.manifests import written
-from tasks.eval_jobs.reading import container_file, read_job, summary
+from tasks.eval_jobs.manifests import CONFIGS_FOLDER, JOB_CONFIGURATION, written
+from tasks.eval_jobs.reading import read_job, summary
 from tasks.eval_jobs.submission import job_documents, log_lines, names_in, submit_manifests, submitted_jobs, write_lines
 from tasks.records.record import Record
 
@@ -166,7 +166,7 @@ def run(
             found="neither" if file is None and not local else "another combination",
             remedy="name the file in one of these ways",
         )
-    read = read_job(file or container_file(config), helm_file=helm_config)
+    read = read_job(file or config or Path(CONFIGS_FOLDER, JOB_CONFIGURATION), helm_file=helm_config)
     if fetch:
         say(fetch_to(scratch, read.job, note=note))
         return

@@ -106,7 +106,7 @@ def run_demo(folder: Path) -> SeriesResult:
     configs, merged = demo_evaluations(folder)
 
     def run() -> list[Record]:
-        from flows.demo.evaluation import evaluate_demo
+        from flows.evaluation import evaluate_demo
 
         return evaluate_demo(configs, merged)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
@@ -15,7 +15,6 @@ from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.events import Automation, EventTrigger, ResourceSpecification
 from prefect.events.actions import ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, Posture
-from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from prefect.utilities.callables import parameter_schema
 from pydantic import ValidationError
@@ -26,7 +25,7 @@ from resources.storage import storage
 from tasks.policies.dispatch import TAG
 from tasks.policies.events import CHECKPOINT_COMPLETE, resources_of
 from tasks.policies.policy import Policy, check_policy_paths
-from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.client import prefect_client, read_or_none
 
 ENTRYPOINT = "flows.reconcile.reconcile_policy"
 SILENCE_AUTOMATION = "assay: flow runs without a sign of life"
@@ -43,7 +42,6 @@ _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
 _EVENT = "prefect.flow-run."
 
 Action = Literal["create", "update", "unchanged", "remove"]
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def deploy_policy(planned: PolicyDeployment, *, silent_after: timedelta, dry_run
     check_policy_paths(planned.policy)
     _require_longer_than_heartbeats(silent_after)
     with prefect_client() as client:
-        if _found(client.read_work_pool, planned.work_pool) is None:
+        if read_or_none(client.read_work_pool, planned.work_pool) is None:
             raise BadInput(
                 expected=f"a work pool {planned.work_pool} on the server",
                 found="none of that name",
@@ -123,7 +121,7 @@ def deploy_policy(planned: PolicyDeployment, *, silent_after: timedelta, dry_run
                 f"file: assay work-pools apply) and start a worker for it (prefect worker start --pool "
                 f"{planned.work_pool}), or name another work pool with --work-pool",
             )
-        existing = _found(client.read_deployment_by_name, planned.name)
+        existing = read_or_none(client.read_deployment_by_name, planned.name)
         deployment = _deployment(client, planned, existing)
         changes = [deployment]
         identifier = existing.id if existing else None
@@ -165,17 +163,10 @@ def _require_longer_than_heartbeats(silent_after: timedelta) -> None:
         )
 
 
-def _found(read: Callable[..., _T], *arguments: Any) -> _T | None:
-    try:
-        return read(*arguments)
-    except ObjectNotFound:
-        return None
-
-
 def _deployment(client: SyncPrefectClient, planned: PolicyDeployment, existing: DeploymentResponse | None) -> Change:
     if existing is None:
         return Change("deployment", planned.name, "create")
-    queue = _found(client.read_work_queue_by_name, str(existing.work_queue_name), existing.work_pool_name)
+    queue = read_or_none(client.read_work_queue_by_name, str(existing.work_queue_name), existing.work_pool_name)
     now = {
         "parameters": existing.parameters,
         "work pool": existing.work_pool_name,

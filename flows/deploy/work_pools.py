@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 
 from flows.reconcile import evaluate_cells
@@ -23,7 +22,7 @@ from resources.settings import deployment_data
 from resources.storage.yaml_text import load_yaml
 from tasks.errors import DeploymentFailed
 from tasks.policies.dispatch import TAG
-from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.client import prefect_client, read_or_none
 
 DEPLOYMENTS = deployment_data("prefect.yaml")
 """Every flow, as deployed to the work pool of this machine."""
@@ -77,10 +76,7 @@ def _deployed(client: SyncPrefectClient, work_pool: str, *, name: str, dry_run: 
             "work_pool_name": work_pool,
             "parameter_openapi_schema": parameter_schema(flow).model_dump_for_openapi(),
         }
-        try:
-            existing = client.read_deployment_by_name(f"{flow.name}/{name}")
-        except ObjectNotFound:
-            existing = None
+        existing = read_or_none(client.read_deployment_by_name, f"{flow.name}/{name}")
         if existing is not None and all(getattr(existing, key) == value for key, value in attributes.items()):
             continue
         yield f"{flow.name}/{name}"

@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import quote
-from urllib.request import Request, urlopen
 
 from resources.backends.local.client import local_client
 from resources.config import CpuConfig, Device, ResourceConfig
-from resources.errors import BadInput, StorageError, UnsatisfiableResources
-from resources.settings import set_tracking_server, settings, variable, variables_like
+from resources.errors import BadInput, UnsatisfiableResources
+from resources.settings import set_tracking_server, settings, variables_like
 from resources.storage import storage
 from resources.storage.files import replace_json
 from tasks.errors import SinkFailed
@@ -29,12 +26,10 @@ from tasks.spec.names import name_of, step_of
 from tasks.spec.suites import SuiteRequest
 
 _FETCHED = "fetched.json"
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("tokenizer.model", "vocab.json", "merges.txt", "tekken.json"),
-)
-_HUB = "https://huggingface.co"
-_SECONDS = 60.0
+_TOKENIZERS = {"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"}
+_PARTS_OF_TOKENIZERS = {
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,16 +189,23 @@ def _place_below(scratch: Path, source: ModelSource) -> Path:
 
 
 def _with_tokenizer(target: Path, artifact: MlflowArtifact, *, note: Callable[[str], None]) -> Path:
-    folder = _within(target, artifact.model_directory, field="model_directory")
+    folder, repository = _within(target, artifact.model_directory, field="model_directory"), artifact.tokenizer_hf_repo
     if artifact.tokenizer_directory is not None:
-        tokenizer_folder = _within(target, artifact.tokenizer_directory, field="tokenizer_directory")
-        for file in (tokenizer_folder / name for name in _TOKENIZER_FILES):
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
-    elif artifact.tokenizer_hf_repo is not None:
-        note(f"fetching the tokenizer of {artifact.tokenizer_hf_repo}")
-        for name, content in _tokenizer_of(artifact.tokenizer_hf_repo).items():
-            (folder / name).write_bytes(content)
+        source = str(_within(target, artifact.tokenizer_directory, field="tokenizer_directory"))
+    elif repository is not None:
+        note(f"fetching the tokenizer of {repository}")
+        source = f"hf://{repository}"
+    else:
+        return folder
+    files = {storage.basename(file.uri): file.uri for file in storage.list_folder(source)}
+    if repository is not None and not _TOKENIZERS & files.keys():
+        raise BadInput(
+            expected=f"a tokenizer in {repository}, as model_config.mlflow_artifact.tokenizer_hf_repo names it",
+            found=f"none of {', '.join(sorted(_TOKENIZERS))}",
+            remedy="correct the name, or log the tokenizer with the model and name tokenizer_directory",
+        )
+    for name in files.keys() & (_TOKENIZERS | _PARTS_OF_TOKENIZERS):
+        (folder / name).write_bytes(storage.read_bytes(files[name]))
     return folder
 
 
@@ -217,34 +219,3 @@ def _within(target: Path, name: str | None, *, field: str) -> Path:
             remedy="correct it in the job's file",
         )
     return folder
-
-
-def _tokenizer_of(repository: str) -> dict[str, bytes]:
-    address = f"{(variable('HF_ENDPOINT') or _HUB).rstrip('/')}/{quote(repository)}/resolve/main/"
-    files = {name: content for name in _TOKENIZER_FILES if (content := _downloaded(address + name)) is not None}
-    if not {"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"} & set(files):
-        raise BadInput(
-            expected=f"a tokenizer in {repository}, as model_config.mlflow_artifact.tokenizer_hf_repo names it",
-            found="no such repository, or none in it, or it needs a token (HF_TOKEN)",
-            remedy="correct the name, or log the tokenizer with the model and name tokenizer_directory",
-        )
-    return files
-
-
-def _downloaded(address: str) -> bytes | None:
-    token = variable("HF_TOKEN")
-    request = Request(address, headers={"Authorization": f"Bearer {token}"} if token else {})
-    try:
-        with urlopen(request, timeout=_SECONDS) as answer:
-            return answer.read()
-    except HTTPError as error:
-        if error.code in (401, 403, 404):
-            return None
-        problem = f"{error.code} {error.reason}"
-    except (URLError, OSError) as error:
-        problem = str(error)
-    raise StorageError(
-        expected=f"the hub to give {address}",
-        found=problem,
-        remedy="try again; without a way to the hub, log the tokenizer with the model and name tokenizer_directory",
-    )

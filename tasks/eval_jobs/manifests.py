@@ -62,12 +62,6 @@ class Origin:
         return replace(self, **given)
 
 
-def named(job: JobFile, files: Mapping[str, str], origin: Origin) -> Origin:
-    """Returns an origin with the job's name, which is derived from its manifests."""
-    name = readable_name(job.tracking_config.experiment_name, manifests(job, files, replace(origin, job_name="")))
-    return replace(origin, job_name=name)
-
-
 def readable_name(stem: str, content: Any) -> str:
     """Returns a job name, such as eval-…-merciful-crocodile-1f3a2b, deterministic for the content."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -13,7 +13,7 @@ from resources.config import Device, ResourceConfig
 from resources.errors import BadInput
 from tasks.eval_jobs.helm import HELM_CONFIGURATION, RunEntry, read_run_entries
 from tasks.eval_jobs.job_file import UNSET_MODEL, HelmRun, JobEvaluation, JobFile, JobSuite, only_here
-from tasks.eval_jobs.manifests import CONFIGS_FOLDER, JOB_CONFIGURATION, Origin, manifests, named, readable_name
+from tasks.eval_jobs.manifests import JOB_CONFIGURATION, Origin, manifests, readable_name
 from tasks.evaluators.helm.evaluator import ALL_ENTRIES
 from tasks.records.provenance import git_output
 from tasks.spec.evaluation import EvaluationConfig
@@ -115,7 +115,12 @@ class EvalJob:
 
     def manifests(self, state: GitState) -> list[dict[str, Any]]:
         """Returns its manifests, with a name derived from them."""
-        return manifests(self.job, self.texts, named(self.job, self.texts, self.origin(state)))
+        return manifests(self.job, self.texts, self.origin(state, job_name=self.name_in_pods(state)))
+
+    def name_in_pods(self, state: GitState) -> str:
+        """Returns a name that is derived from its manifests."""
+        unnamed = manifests(self.job, self.texts, self.origin(state))
+        return readable_name(self.job.tracking_config.experiment_name, unnamed)
 
     def name_here(self, state: GitState) -> str:
         """Returns a name for a job outside of a cluster."""
@@ -158,9 +163,8 @@ def summary(read: EvalJob, state: GitState) -> dict[str, str]:
     else:
         asked = f"{request.evaluator.name}: {request.asked}"
     accelerator = f"{compute.count or ''} {compute.accelerator or 'no accelerator'}".strip()
-    pod_name = named(job, read.texts, read.origin(state)).job_name if only_here(job) is None else None
     return {
-        "job": pod_name or read.name_here(state),
+        "job": read.name_in_pods(state) if only_here(job) is None else read.name_here(state),
         "image": job.image_reference,
         "pod": f"{compute.cpu} CPU, {compute.memory}, {compute.disk} scratch, {accelerator}",
         "model": job.model.uri,
@@ -168,11 +172,6 @@ def summary(read: EvalJob, state: GitState) -> dict[str, str]:
         "tracked": f"{job.mlflow_config.tracking_uri}, experiment {job.tracking_config.experiment_name}",
         "config": f"{state.path_of(read.file)} at {state.commit or 'no commit'}, {state.words}",
     }
-
-
-def container_file(given: Path | None) -> Path:
-    """Returns the job's file in a container, by default below `/etc/configs`."""
-    return given or Path(CONFIGS_FOLDER, JOB_CONFIGURATION)
 
 
 def evaluation_of(

@@ -10,7 +10,7 @@ from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, field_validator, model_validator
 
-from pools.config import InferencePoolConfig, check_name
+from pools.config import InferencePoolConfig, Name
 from resources.config import Config, JsonObject, ResourceConfig
 from tasks.spec.evaluation import CheckpointSelection, MergeOptions, with_merge_named
 from tasks.spec.model_parts import ModelParts, with_parts_named
@@ -160,7 +160,7 @@ class GenerationConfig(ModelParts):
     """An average of checkpoints of the run at model_path, used instead of them; it replaces model_path, as its name."""
     selection: CheckpointSelection = CheckpointSelection()
     """Checkpoints of the run."""
-    model_name: str | None = None
+    model_name: Name | None = None
     """Name of the run; the pool's model name, else the path's, when unset."""
     pool_config: InferencePoolConfig | None = None
     """The pool to start; when no pool is set, a pool on this machine's CPU."""
@@ -207,11 +207,6 @@ class GenerationConfig(ModelParts):
     @classmethod
     def _model_named(cls, values: Any) -> Any:
         return with_parts_named(with_merge_named(values))
-
-    @field_validator("model_name")
-    @classmethod
-    def _model_name_is_usable(cls, name: str | None) -> str | None:
-        return check_name(name) if name is not None else None
 
     @model_validator(mode="after")
     def _checkpoints_are_named(self) -> GenerationConfig:

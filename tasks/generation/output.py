@@ -218,7 +218,6 @@ def _short(value: Any) -> str:
 SHOWN_PROMPTS = 50
 _SHOWN_SAMPLES = 4
 _SHOWN_CHARACTERS = 4000
-_READERS = 4
 
 Row = Mapping[str, Any]
 

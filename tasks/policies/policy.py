@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from pools.config import check_name, is_address
+from pools.config import Name, is_address
 from pools.weights.merges import as_named
 from resources.config import Config
 from resources.process_marks import acting_user
@@ -71,7 +71,7 @@ class PolicySuite(Serving, SuiteChoice):
 class Policy(ModelParts, Serving):
     """The evaluations of training runs, while they run and after."""
 
-    name: str
+    name: Name
     """Name of the policy, in tags of records and in overrides."""
     runs: tuple[str, ...] = Field(min_length=1)
     """Runs, or patterns such as gs://bucket/runs/llama-*; on the hub as owner/name."""
@@ -109,11 +109,6 @@ class Policy(ModelParts, Serving):
     def __str__(self) -> str:
         # for names of flow runs
         return self.name
-
-    @field_validator("name")
-    @classmethod
-    def _name_is_usable(cls, name: str) -> str:
-        return check_name(name)
 
     @field_validator("runs")
     @classmethod

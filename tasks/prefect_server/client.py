@@ -73,6 +73,14 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
         yield client
 
 
+def read_or_none(read: Callable[..., T], *arguments: Any) -> T | None:
+    """Returns what a method of the client reads; None if the server does not have it."""
+    try:
+        return read(*arguments)
+    except ObjectNotFound:
+        return None
+
+
 def every_page(read: Callable[..., list[T]], **query: Any) -> list[T]:
     """Returns all results of a query, page by page; `read` is a method of the client."""
     results: list[T] = []
@@ -230,8 +238,5 @@ def limit_accelerators(slots: int) -> None:
 
 def _slots() -> int | None:
     with prefect_client() as client:
-        try:
-            limit = client.read_global_concurrency_limit_by_name(ACCELERATOR_LIMIT)
-        except ObjectNotFound:
-            return None
-    return limit.limit if limit.active else None
+        limit = read_or_none(client.read_global_concurrency_limit_by_name, ACCELERATOR_LIMIT)
+    return limit.limit if limit and limit.active else None

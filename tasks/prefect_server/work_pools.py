@@ -12,14 +12,13 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import WorkerStatus, WorkPool
-from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
 from resources.errors import BadInput
 from resources.regions.region_table import Region, Regions, WorkPoolType
 from resources.regions.work_pools import WorkPoolState
 from resources.settings import deployment_data
-from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.client import prefect_client, read_or_none
 
 LOCAL_WORK_POOL = "assay-local"
 """The work pool of the local machine; its worker runs flows as processes."""
@@ -80,7 +79,7 @@ def _spec(region: Region) -> WorkPoolSpec:
 def apply_work_pools(specs: Sequence[WorkPoolSpec], *, dry_run: bool = False) -> list[WorkPoolChange]:
     """Makes the server's work pools match the specifications, except limits and pauses; `dry_run` changes nothing."""
     with prefect_client() as client:
-        changes = [_change(spec, _read(client, spec.name)) for spec in specs]
+        changes = [_change(spec, read_or_none(client.read_work_pool, spec.name)) for spec in specs]
         for change in changes if not dry_run else ():
             spec = change.spec
             if change.action == "create":
@@ -120,7 +119,7 @@ def work_pool_states(names: Iterable[str]) -> dict[str, WorkPoolState]:
 
 
 def _state(client: SyncPrefectClient, name: str) -> WorkPoolState:
-    work_pool = _read(client, name)
+    work_pool = read_or_none(client.read_work_pool, name)
     if work_pool is None:
         return WorkPoolState(exists=False)
     workers = client.read_workers_for_work_pool(name)
@@ -142,10 +141,3 @@ def _active(client: SyncPrefectClient, name: str) -> int:
         )
         for states, more in ((("PENDING", "RUNNING", "CANCELLING"), {}), (("SCHEDULED",), due))
     )
-
-
-def _read(client: SyncPrefectClient, name: str) -> WorkPool | None:
-    try:
-        return client.read_work_pool(name)
-    except ObjectNotFound:
-        return None

@@ -16,12 +16,12 @@ from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import httpx
 import uv
 import yaml
-from pydantic import field_validator
+from pydantic import AfterValidator, field_validator
 
 from resources.storage import storage
 from resources.storage.files import locked
@@ -59,6 +59,17 @@ _GIVEN = "given"  # folder with the files that requested the evaluation
 _HARNESS_CONFIGURATION = "work"  # folder in an attempt with the harness's input files
 
 
+def _tracking_place(text: str) -> str:
+    # a server's address without a trailing slash, `sqlite:////absolute/path`, or a folder's absolute path
+    if text.startswith(("http://", "https://")):
+        return web_address(text)
+    if text.startswith(_SQLITE) and len(text) > len(_SQLITE):
+        return f"{_SQLITE}{storage.absolute(text.removeprefix(_SQLITE))}"
+    if not text.strip() or not storage.is_local(text) or re.match(r"[^/]+:(?!//)", text):
+        raise ValueError(f"expected http://…, https://…, sqlite:///FILE or a folder, found {text!r}")
+    return storage.absolute(text).rstrip("/") or "/"
+
+
 class MlflowSink(SinkConfig):
     """Runs in MLflow: a run for each series, and a child run for each record. User name, password or token are in
     MLflow's own variables."""
@@ -70,7 +81,7 @@ class MlflowSink(SinkConfig):
 
     kind: Literal["mlflow"] = "mlflow"
     """Selects this sink, MLflow."""
-    tracking_uri: str
+    tracking_uri: Annotated[str, AfterValidator(_tracking_place)]
     """A tracking server, such as http://10.0.0.15:5000; or sqlite:///FILE, or a folder, on this machine."""
     experiment: str
     """The experiment; created if missing."""
@@ -91,11 +102,6 @@ class MlflowSink(SinkConfig):
     token_block: str | None = None
     """Name of a Prefect Secret block, in place of MLFLOW_TRACKING_TOKEN."""
 
-    @field_validator("tracking_uri")
-    @classmethod
-    def _is_a_place(cls, place: str) -> str:
-        return tracking_place(place)
-
     @field_validator("experiment")
     @classmethod
     def _is_a_name(cls, name: str) -> str:
@@ -108,18 +114,57 @@ class MlflowSink(SinkConfig):
         return f"mlflow:{self.tracking_uri} {self.experiment}"
 
     @property
+    def local_folder(self) -> str | None:
+        """The folder of a local store, which contains its artifacts too; None for a server."""
+        if self.tracking_uri.startswith(("http://", "https://")):
+            return None
+        place = self.tracking_uri
+        return storage.parent(place.removeprefix(_SQLITE)) if place.startswith(_SQLITE) else place
+
+    @property
     def folder(self) -> str | None:
-        """Folder of a local store, relative if it lies in the working folder."""
-        folder = local_folder(self.tracking_uri)
-        working_folder = f"{Path.cwd()}{os.sep}"
-        return folder.removeprefix(working_folder) if folder is not None else None
+        """The folder of a local store, relative if it lies in the working folder."""
+        return self.local_folder and self.local_folder.removeprefix(f"{Path.cwd()}{os.sep}")
+
+    @property
+    def client_uri(self) -> str:
+        """The tracking URI for MLflow's client."""
+        place = self.tracking_uri
+        return place if place.startswith(("http", _SQLITE)) else f"{_SQLITE}{storage.join(place, DATABASE)}"
 
     @property
     def shown_by(self) -> str:
-        return command_to_show(self.tracking_uri)
+        """Address of a server, or a command that shows a local store; uv fetches the pages, which the client lacks."""
+        if self.local_folder is None:
+            return self.tracking_uri
+        uvx = "uvx" if shutil.which("uvx") else f"{quote(uv.find_uv_bin())} tool run"
+        return f"{uvx} mlflow@{metadata.version('mlflow-skinny')} ui --backend-store-uri {quote(self.client_uri)}"
 
     def check(self) -> None:
-        check_reachable(self.tracking_uri, self.name)
+        """Raises SinkFailed if a server does not respond or returns HTTP status 500 or above, or if a folder is not
+        writable or contains runs in files."""
+        place, folder = self.tracking_uri, self.local_folder
+        if folder is not None:
+            if next(Path(folder).glob("*/meta.yaml"), None) is not None:
+                raise SinkFailed(
+                    expected=f"a folder for {self.name} without runs in files, which MLflow no longer writes",
+                    found=f"such runs in {folder}",
+                    remedy="name another folder, or move them first: mlflow migrate-filestore",
+                )
+            storage.check_writable(folder)
+            return
+        try:
+            response = httpx.get(f"{place}/health", timeout=_REACH_SECONDS, follow_redirects=True)
+            problem = f"HTTP status {response.status_code}" if response.status_code >= 500 else None
+        except httpx.HTTPError as error:
+            problem = str(error) or type(error).__name__
+        if problem is not None:
+            raise SinkFailed(
+                expected=f"an MLflow tracking server that answers at {place}",
+                found=problem,
+                remedy="start it, correct tracking_uri, or evaluate without this sink and send the records later: "
+                "assay publish",
+            )
 
     def access(self) -> Access:
         blocks = {"MLFLOW_TRACKING_PASSWORD": self.password_block, "MLFLOW_TRACKING_TOKEN": self.token_block}
@@ -135,9 +180,9 @@ def send(announcement: Announcement, sink: MlflowSink) -> str:
     from mlflow import MlflowClient
 
     with _explained(sink):
-        folder = local_folder(sink.tracking_uri)
+        folder = sink.local_folder
         with locked(Path(folder, ".making"), waiting=lambda: None) if folder is not None else nullcontext():
-            client = MlflowClient(tracking_uri=client_uri(sink.tracking_uri))
+            client = MlflowClient(tracking_uri=sink.client_uri)
         experiment = _experiment(client, sink)
         parent = _parent(client, experiment, announcement, sink)
         if announcement.alerts:
@@ -164,7 +209,7 @@ def _experiment(client: MlflowClient, sink: MlflowSink) -> str:
 
     experiment = client.get_experiment_by_name(sink.experiment)
     if experiment is None:
-        folder = local_folder(sink.tracking_uri)
+        folder = sink.local_folder
         artifacts = None if folder is None else storage.join(folder, "artifacts")
         try:
             return client.create_experiment(sink.experiment, artifact_location=artifacts)
@@ -284,8 +329,6 @@ def _explained(sink: MlflowSink) -> Iterator[None]:
 
     try:
         yield
-    except SinkFailed:
-        raise
     except (MlflowException, OSError, ValueError) as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         code = error.get_http_status_code() if isinstance(error, MlflowException) else None
@@ -296,62 +339,3 @@ def _explained(sink: MlflowSink) -> Iterator[None]:
             else "check tracking_uri and the experiment, and that the server can be reached; then: assay publish"
         )
         raise SinkFailed(expected=f"{sink.name} to take a run", found=message, remedy=remedy) from error
-
-
-def tracking_place(text: str) -> str:
-    """Returns a server's address without a trailing slash, `sqlite:////absolute/path`, or a folder's absolute path."""
-    if text.startswith(("http://", "https://")):
-        return web_address(text)
-    if text.startswith(_SQLITE) and len(text) > len(_SQLITE):
-        return f"{_SQLITE}{storage.absolute(text.removeprefix(_SQLITE))}"
-    if not text.strip() or not storage.is_local(text) or re.match(r"[^/]+:(?!//)", text):
-        raise ValueError(f"expected http://…, https://…, sqlite:///FILE or a folder, found {text!r}")
-    return storage.absolute(text).rstrip("/") or "/"
-
-
-def local_folder(place: str) -> str | None:
-    """Returns the folder of a local store, which contains its artifacts too; None for a server."""
-    if place.startswith(("http://", "https://")):
-        return None
-    return storage.parent(place.removeprefix(_SQLITE)) if place.startswith(_SQLITE) else place
-
-
-def client_uri(place: str) -> str:
-    """Returns the tracking URI for MLflow's client."""
-    return place if place.startswith(("http", _SQLITE)) else f"{_SQLITE}{storage.join(place, DATABASE)}"
-
-
-def command_to_show(place: str) -> str:
-    """Returns the address of a server, or a command that shows a local store in MLflow's pages. The installed client
-    does not include the pages, so uv fetches them."""
-    if local_folder(place) is None:
-        return place
-    uvx = "uvx" if shutil.which("uvx") else f"{quote(uv.find_uv_bin())} tool run"
-    return f"{uvx} mlflow@{metadata.version('mlflow-skinny')} ui --backend-store-uri {quote(client_uri(place))}"
-
-
-def check_reachable(place: str, name: str) -> None:
-    """Raises SinkFailed if a server does not respond or returns HTTP status 500 or above, or if a folder is not
-    writable or contains runs in files."""
-    folder = local_folder(place)
-    if folder is not None:
-        if next(Path(folder).glob("*/meta.yaml"), None) is not None:
-            raise SinkFailed(
-                expected=f"a folder for {name} without runs in files, which MLflow no longer writes",
-                found=f"such runs in {folder}",
-                remedy="name another folder, or move them first: mlflow migrate-filestore",
-            )
-        storage.check_writable(folder)
-        return
-    try:
-        response = httpx.get(f"{place}/health", timeout=_REACH_SECONDS, follow_redirects=True)
-        problem = f"HTTP status {response.status_code}" if response.status_code >= 500 else None
-    except httpx.HTTPError as error:
-        problem = str(error) or type(error).__name__
-    if problem is not None:
-        raise SinkFailed(
-            expected=f"an MLflow tracking server that answers at {place}",
-            found=problem,
-            remedy="start it, correct tracking_uri, or evaluate without this sink and send the records later: "
-            "assay publish",
-        )

@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from resources.settings import set_process_environment_defaults
 from resources.storage import storage
@@ -79,7 +79,7 @@ class WeightsAndBiasesSink(SinkConfig):
     """The project; created if missing."""
     entity: str | None = None
     """The team or user that owns the project; the key's own when unset."""
-    base_url: str | None = None
+    base_url: Annotated[str, AfterValidator(web_address)] | None = None
     """Your own server; WANDB_BASE_URL, or else the public server, when unset."""
     mode: Literal["online", "offline"] = "online"
     """Send to the server, or write files for `wandb sync`."""
@@ -98,11 +98,6 @@ class WeightsAndBiasesSink(SinkConfig):
         if name is not None and not (_PROJECT.fullmatch(name) and name.strip() == name):
             raise ValueError(f"expected 1 to 128 characters, none of them / \\ # ? % :, found {name!r}")
         return name
-
-    @field_validator("base_url")
-    @classmethod
-    def _is_web_address(cls, address: str | None) -> str | None:
-        return web_address(address) if address is not None else None
 
     @field_validator("folder")
     @classmethod
@@ -200,8 +195,6 @@ def _run(announcement: Announcement, sink: WeightsAndBiasesSink, folder: Path) -
         yield run
         run.finish()
         wandb.teardown()  # only after this, W&B's process has written the end of its file and has exited
-    except SinkFailed:
-        raise
     except (wandb.Error, TimeoutError, ConnectionError, OSError, ValueError) as error:
         raise SinkFailed(
             expected=f"Weights & Biases to take a run of {sink.name}",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from pools.config import InferencePoolConfig, check_name
+from pools.config import InferencePoolConfig, Name
 from pools.weights.merges import STEPS_PATTERN, Merge, MergeKind, Source, as_named, merge_of
 from resources.config import Config, JsonObject, ResourceConfig, TpuConfig
 from resources.tpu import largest_single_vm_slice
@@ -24,11 +24,11 @@ from tasks.spec.steps import check_expression
 class EvalTaskConfig(Config):
     """A benchmark."""
 
-    name: str
+    name: Name
     """The benchmark's name in its harness, such as mmlu."""
     num_fewshot: int | None = Field(default=None, ge=0)
     """Few-shot examples in front of each question; the benchmark's own number when unset."""
-    task_alias: str | None = None
+    task_alias: Name | None = None
     """Name under which its metrics are published."""
     task_kwargs: JsonObject = {}
     """Overrides of the benchmark's own configuration in lm-eval; arguments of HELM's run entry, of Inspect's task."""
@@ -37,11 +37,6 @@ class EvalTaskConfig(Config):
     cluster_by: str | None = None
     """Field of lm-eval's documents, or of the metadata of Inspect's samples, that has the same value within a cluster
     of questions."""
-
-    @field_validator("name", "task_alias")
-    @classmethod
-    def _name_is_usable(cls, name: str | None) -> str | None:
-        return check_name(name) if name is not None else None
 
     @model_validator(mode="after")
     def _examples_to_force(self) -> EvalTaskConfig:
@@ -187,7 +182,7 @@ class Request(ModelParts, Serving, Asking):
     """An average of checkpoints of the run at model_path, evaluated in their place; model_path becomes its name."""
     evaluation_path: str = "evaluations"
     """Folder for records and the harness's own output; local, gs:// or s3://."""
-    model_name: str | None = None
+    model_name: Name | None = None
     """The run's name in records and reports; the pool's model name, else the path's, when unset."""
     served_model_name: str | None = None
     """The checkpoint's name at base_url, if it is neither its own name nor its path."""
@@ -262,11 +257,6 @@ class EvaluationConfig(Request):
                 f"model_path is {self.model_path!r} but pool_config.model.path is {served!r}: leave the latter out"
             )
         return self
-
-    @field_validator("model_name")
-    @classmethod
-    def _model_name_is_usable(cls, name: str | None) -> str | None:
-        return check_name(name) if name is not None else None
 
     @field_validator("evals")
     @classmethod

@@ -7,11 +7,11 @@ from collections import Counter
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from pools.config import InferencePoolConfig, ModelConfig, check_name
+from pools.config import InferencePoolConfig, ModelConfig, Name
 from resources.config import Config, CpuConfig, JsonObject, ResourceConfig
 from resources.errors import BadInput, unknown
 from resources.settings import settings
@@ -41,11 +41,11 @@ _ENGINE_KWARGS: dict[str, Any] = {"max_model_len": 4096}
 class SuiteEvaluation(Asking):
     """An evaluation of a suite: benchmarks that an evaluator runs together."""
 
-    label: str
+    label: Name
     """Its name within the suite."""
     evaluator: AnyEvaluator = Field(default={"name": DEFAULT_EVALUATOR}, validate_default=True)
     """The harness: its name, or its options including its name."""
-    evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
+    evals: Annotated[tuple[EvalTaskConfig, ...], BeforeValidator(expanded)] = Field(min_length=1)
     """Benchmarks, and names of sets in capitals."""
     max_truncated: float | None = Field(default=None, ge=0, le=1)
     """Largest share of a benchmark's questions with truncated prompts; 0.05 when unset."""
@@ -55,17 +55,10 @@ class SuiteEvaluation(Asking):
     @field_validator("evaluator", mode="before")
     @classmethod
     def _with_defaults_of_suites(cls, evaluator: Any) -> Any:
-        return _with_defaults(evaluator)
-
-    @field_validator("label")
-    @classmethod
-    def _label_is_usable(cls, label: str) -> str:
-        return check_name(label)
-
-    @field_validator("evals", mode="before")
-    @classmethod
-    def _sets_by_name(cls, evals: Any) -> Any:
-        return expanded(evals)
+        content = spelled_out(evaluator)
+        if not isinstance(content, dict) or content["name"] not in EVALUATORS:
+            return content
+        return {**options_kind(content["name"]).in_suites, **content}
 
     @property
     def needs(self) -> BenchmarkNeeds:
@@ -74,13 +67,6 @@ class SuiteEvaluation(Asking):
             return needs_of(self.evals)
         fewshot = max(task.num_fewshot or 0 for task in self.evals)
         return BenchmarkNeeds(fewshot=fewshot, prompt_logprobs=False, generates=True)
-
-
-def _with_defaults(evaluator: Any) -> Any:
-    content = spelled_out(evaluator)
-    if not isinstance(content, dict) or content["name"] not in EVALUATORS:
-        return content
-    return {**options_kind(content["name"]).in_suites, **content}
 
 
 class Suite(Config):

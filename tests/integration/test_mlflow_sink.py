@@ -18,7 +18,7 @@ from resources.errors import BadInput
 from tasks.errors import SinkFailed
 from tasks.records.details import BenchmarkDetails
 from tasks.sinks.announcement import SEVERAL_BUILDS, Announcement
-from tasks.sinks.mlflow_runs import MlflowSink, command_to_show
+from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.publishing import publish_record, publish_report
 from tasks.sinks.senders import Senders
 
@@ -169,7 +169,7 @@ def test_store_of_this_machine_takes_records_and_their_artifacts_lie_in_it(form:
     child = children["run-a-100"]
     assert state.where == f"{folder}/artifacts/{child.info.run_id}/artifacts"
     assert Path(str(state.where), "record.json").is_file()
-    assert sink.tracking_uri in sink.name and f"{folder}/mlflow.db" in command_to_show(sink.tracking_uri)
+    assert sink.tracking_uri in sink.name and f"{folder}/mlflow.db" in sink.shown_by
 
 
 def test_series_that_begin_a_store_at_once_are_all_in_it(senders: Senders, tmp_path: Path):
