@@ -19,6 +19,7 @@ from pools.weights.layouts import inspect_again
 from pools.weights.merges import locations_of
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from pools.weights.own_code import require_code_allowed
+from pools.weights.tokenizers import TOKENIZER_FILES
 from resources.backends.current import current_client
 from resources.environments.environments import ensure_environment
 from resources.errors import BadInput, CheckpointGone, StorageError
@@ -238,6 +239,14 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
         require_code_allowed((each.folder for each in checkpoints if each.folder), allowed=config.trusts_code)
     elif config.base_url is not None and config.evaluator.reads_tokenizer:
         require_code_allowed((each.folder for each in checkpoints if each.folder), allowed=False, engine=False)
+    for each in checkpoints if config.evaluator.reads_tokenizer else ():
+        if each.folder and {"tekken.json"} == {*TOKENIZER_FILES} & each.folder.files.keys():
+            raise BadInput(
+                expected=f"a tokenizer that the harness reads, too, in {each.uri}",
+                found="tekken.json alone, which only mistral-common reads",
+                remedy="name another with --tokenizer: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER), "
+                "where mistral-common is installed, converts it",
+            )
     paths = [config.evaluation_path, config.model_path, *filter(None, [config.benchmarks_path, *places])]
     for path in filter(None, (*paths, config.native_reference, *(checkpoint.uri for checkpoint in checkpoints))):
         if encodable(path) != path:

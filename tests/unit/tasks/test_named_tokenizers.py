@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 from pytest import CaptureFixture
 
+from fakes.cli import invoke
 from fakes.models import write_checkpoint
 from flows.cli.app import command_line
 from flows.cli.options.evaluations import EvaluationOptions, evaluation_from_options
@@ -148,3 +149,12 @@ def test_checkpoints_command_says_where_a_tokenizer_comes_from(tmp_path: Path, c
     assert [each["notes"] for each in json.loads(capsys.readouterr().out)] == [
         [f"its tokenizer is that of {tmp_path}/t"]
     ] * 2
+
+
+def test_tekken_alone_is_refused_early_for_a_harness_that_cannot_read_it(tmp_path: Path) -> None:
+    run = write_bare_run(tmp_path / "my-run", tokenizer=None)
+    for folder in (run / "hf").iterdir():
+        for name in ("tekken.json", "tokenizer_config.json"):
+            (folder / name).write_text("{}")
+    done = invoke(["evaluate", "--model", run, "--eval", "demo_facts", "--output", tmp_path / "out", "--dry-run"])
+    assert done.exit_code == 3 and "tekken.json alone" in str(done.exception) and "--tokenizer" in str(done.exception)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from fakes.cli import invoke
 from fakes.layouts import WHOLE, write_layout
+from flows.cli import evaluate as command
+from flows.console.running import SeriesResult
 from tasks.checkpoints.discovery import discover_checkpoint
 from tasks.errors import NoCheckpoints
 from tasks.policies.actions import end_claims
@@ -14,6 +18,7 @@ from tasks.policies.events import WatchedRuns
 from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import reconcile
 from tasks.policies.snapshot import run_folders, take_snapshot
+from tasks.records.verdicts import Verdict
 from tasks.running.claims.files import Subject, claims_folder
 from tasks.running.claims.leases import Claims
 from tasks.training.arrivals import ArrivingCheckpoints
@@ -37,6 +42,21 @@ def test_command_evaluates_each_series_under_a_name_of_its_own(tmp_path: Path) -
     assert chosen.exit_code == 3 and isinstance(chosen.exception, NoCheckpoints)
     errors = [of_series["error"]["kind"] for of_series in json.loads(chosen.stdout)["series"].values()]
     assert errors == ["NoCheckpoints", "NoCheckpoints"]
+
+
+def test_summary_has_the_verdict_of_each_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_series(_: object, __: str, name: str, **___: object) -> SeriesResult:
+        if name == "my-run":
+            discover_checkpoint.fn(str(tmp_path / "my-run"), latest=True)
+        return SeriesResult([], 0, 0, report=None, error=None, verdict=Verdict(name, ()))
+
+    monkeypatch.setattr(command, "run_series", run_series)
+    write_layout(tmp_path / "my-run", TWO_SERIES)
+    (tmp_path / "gate.yaml").write_text("{name: g, rules: [{benchmark: b, metric: m, at_least: 0}]}")
+    place = ["--eval", "demo_facts", "--gate", tmp_path / "gate.yaml", "--summary", tmp_path / "summary.md"]
+    invoke(["evaluate", "--model", tmp_path / "my-run", "--output", tmp_path / "out", *place])
+    heads = (tmp_path / "summary.md").read_text().split("## ")[1:]
+    assert [head.split()[1] for head in heads] == ["my-run-v0-2024", "my-run-v1-2025"]
 
 
 def test_folders_of_a_policy_are_those_of_its_series(tmp_path: Path) -> None:
