@@ -49,7 +49,7 @@ _BRIDGE = (
     "--hf-path {export}"
 )
 _SHARDED = {
-    "weights/.*": "a checkpoint of NeMo 2; export it with nemo_toolkit below 3, which has the command: "
+    "weights/.*": "a checkpoint of NeMo 2; export it with nemo_toolkit[run] below 3, which has the command: "
     "nemo llm export path={root} target=hf output_path={export}",
     "trainer/.*": "a training state of prime-rl, which exports none; have weights broadcast through files "
     "(weight_broadcast.type filesystem), and keep them with deployments/hooks/assay_prime_rl.py",
