@@ -11,6 +11,7 @@ import logging
 import math
 import re
 import sys
+import threading
 from typing import Any
 
 KNOWN_FINISHES = ("stop", "length", "tool_calls", "function_call", "content_filter", "repetition")
@@ -84,6 +85,34 @@ class Unanswered:
         counts = {"refused": self.refused, "failed": self.failed}
         counts["replaced"] = len(_replaced)
         return {**counts, "first_failure": self.first, "first_refusal": self.first_refusal}
+
+
+class LostInARow:
+    """Counts requests of several threads that were lost in a row.
+
+    An answer ends the row only if its request was sent after the first loss: a late answer to an earlier request does
+    not show that the endpoint still answers.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lost = self._lost_before_row = 0
+
+    def begin(self) -> int:
+        """Returns the mark of a request that is sent now, to be given to `answered`."""
+        return self._lost
+
+    def lose(self) -> int:
+        """Counts a lost request; returns the length of the row."""
+        with self._lock:
+            self._lost += 1
+            return self._lost - self._lost_before_row
+
+    def answered(self, mark: int) -> None:
+        """Ends the row if the request with this mark was sent after the first loss of the row."""
+        with self._lock:
+            if mark > self._lost_before_row:
+                self._lost_before_row = self._lost
 
 
 def refusal_of(body: object) -> str:

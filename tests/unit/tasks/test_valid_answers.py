@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import runpy
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from fakes.engine_answers import chat_prompt, completions_of, prompts_of
 from fakes.malformed import KINDS, malformed
 
 PROGRAM = runpy.run_path(str(Path(tasks.__path__[0]) / "evaluators" / "programs" / "valid_answers.py"))
-check, Malformed = PROGRAM["check"], PROGRAM["Malformed"]
+check, Malformed, LostInARow = PROGRAM["check"], PROGRAM["Malformed"], PROGRAM["LostInARow"]
 
 refusal_of = PROGRAM["refusal_of"]
 
@@ -97,3 +100,29 @@ def test_description_of_an_error_quotes_neither_prompt_nor_answer(error: Excepti
 )
 def test_halves_of_surrogate_pairs_are_replaced(body: bytes, text: str, halves: int) -> None:
     assert PROGRAM["parsed"](body) == ({"text": text}, halves)
+
+
+def test_row_of_lost_requests_goes_on_after_late_answers_and_ends_with_those_to_later_requests() -> None:
+    row = LostInARow()
+    early, other = row.begin(), row.begin()
+    assert [row.lose(), row.lose()] == [1, 2]
+    row.answered(early)
+    assert row.lose() == 3, "its request was sent before the first loss"
+    later = row.begin()
+    row.answered(later)
+    assert row.lose() == 1
+    for mark in (other, later):  # sent before this row, too
+        row.answered(mark)
+    assert row.lose() == 2
+
+
+def test_losses_of_several_threads_are_each_counted_once() -> None:
+    row = LostInARow()
+
+    def trace(*_: Any) -> Any:
+        time.sleep(0.0)  # lets another thread go on between any two lines
+        return trace
+
+    with ThreadPoolExecutor(4, initializer=sys.settrace, initargs=(trace,)) as executor:
+        counts = list(executor.map(lambda _: row.lose(), range(400)))
+    assert sorted(counts) == list(range(1, 401))

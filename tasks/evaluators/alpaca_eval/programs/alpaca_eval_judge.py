@@ -130,7 +130,7 @@ class Judge:
         self._config = _complete_annotator(self._name, config, prompt, judge=self._judge, output=output)
         self._prompt = prompt
         self._unanswered = unanswered
-        self._lost = 0
+        self._lost = valid_answers.LostInARow()
         self._client = openai.OpenAI(
             base_url=self._judge["base_url"],
             api_key=os.environ[self._judge["key_variable"]],
@@ -217,17 +217,18 @@ class Judge:
         }
 
     def _verdict(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        mark = self._lost.begin()
         try:
             completions = OWN_COMPLETION(*arguments, **options)
         except NO_ANSWER as error:  # a missing verdict, which is counted
             problem = valid_answers.described(error)
             logging.warning("no verdict: %s", problem)
             self._unanswered.note(error)
-            self._lost += 1
-            if self._lost >= LOST_IN_A_ROW:
-                raise JudgeGoneError(f"{self._lost} requests failed in a row, the last with {problem}") from error
+            lost = self._lost.lose()
+            if lost >= LOST_IN_A_ROW:
+                raise JudgeGoneError(f"{lost} requests failed in a row, the last with {problem}") from error
             return [{"text": "", "total_tokens": 0}]
-        self._lost = 0
+        self._lost.answered(mark)
         return completions
 
     def _length_controlled(
