@@ -22,7 +22,6 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -47,13 +46,6 @@ class Hold:
         if not self._lock.closed:
             self._on_release()
             self._lock.close()
-
-
-@dataclass(frozen=True)
-class _Entry:
-    key: str
-    size_bytes: int
-    last_used: int
 
 
 class BoundedFolder:
@@ -95,28 +87,27 @@ class BoundedFolder:
     def make_room(self, key: str, planned_bytes: int) -> None:
         """Evicts unused entries, the least recently used first, until `key` fits, and reserves its room."""
         with storage.reported(str(self.folder), "make room in"), self._accounting(), ExitStack() as locks:
-            idle: list[_Entry] = []
-            held: list[_Entry] = []
+            idle: dict[str, int] = {}  # bytes by key
+            held: dict[str, int] = {}
             to_come = planned_bytes - tree_bytes(self.partial(key))
             for other in self._keys() - {key}:
                 lock = self._locked(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 present_bytes = tree_bytes(self.entry(other)) + tree_bytes(self.partial(other))
                 if lock is not None:
                     locks.enter_context(lock)
-                    idle.append(_Entry(other, present_bytes, self._last_used(other)))
+                    idle[other] = present_bytes
                 else:
-                    size = max(present_bytes, self.planned_bytes(other))
-                    held.append(_Entry(other, size, 0))
-                    to_come += size - present_bytes
-            bounded = planned_bytes + sum(entry.size_bytes for entry in idle + held) - self.max_bytes
+                    held[other] = max(present_bytes, self.planned_bytes(other))
+                    to_come += held[other] - present_bytes
+            bounded = planned_bytes + sum(idle.values()) + sum(held.values()) - self.max_bytes
             free_bytes = shutil.disk_usage(self.folder).free
             excess = max(bounded, to_come - free_bytes) if planned_bytes else 0
-            if excess > sum(entry.size_bytes for entry in idle):
+            if excess > sum(idle.values()):
                 raise self._no_room(planned_bytes, to_come, free_bytes, held)
-            for entry in sorted(idle, key=lambda entry: entry.last_used):
-                if excess > 0 or not entry.size_bytes:
-                    self._remove(entry.key)
-                    excess -= entry.size_bytes
+            for other in sorted(idle, key=self._last_used):
+                if excess > 0 or not idle[other]:
+                    self._remove(other)
+                    excess -= idle[other]
             self.partial(key).mkdir(exist_ok=True)
             storage.write_bytes(str(self.partial(key) / _PLANNED), str(planned_bytes).encode())
 
@@ -189,8 +180,8 @@ class BoundedFolder:
             self.entry(key).rename(evicted)
             shutil.rmtree(evicted)
 
-    def _no_room(self, planned_bytes: int, to_come: int, free_bytes: int, held: list[_Entry]) -> StorageError:
-        named = ", ".join(f"{entry.key[:12]} ({size_text(entry.size_bytes)})" for entry in held)
+    def _no_room(self, planned_bytes: int, to_come: int, free_bytes: int, held: dict[str, int]) -> StorageError:
+        named = ", ".join(f"{key[:12]} ({size_text(size_bytes)})" for key, size_bytes in held.items())
         return StorageError(
             expected=f"room for {size_text(planned_bytes)}, {size_text(to_come)} of it still to come, in {self.folder}",
             found=f"a bound of {size_text(self.max_bytes)}, {size_text(free_bytes)} free on the disk, "

@@ -133,9 +133,8 @@ def _tag(uri: str) -> str | None:
     protocol = _protocol(uri)
     if protocol not in (*_GOOGLE, *_AMAZON):
         return None
-    filesystem, path = fsspec.core.url_to_fs(uri)
-    filesystem.invalidate_cache()
-    tag = filesystem.info(path).get("generation" if protocol in _GOOGLE else "ETag")
+    store, bucket, key = _store(uri)
+    tag = store.info(f"{bucket}/{key}").get("generation" if protocol in _GOOGLE else "ETag")
     return str(tag) if tag is not None else None
 
 

@@ -55,11 +55,7 @@ def in_hub(uri: str) -> bool:
 
 
 def place_of(uri: str) -> Place:
-    """Returns the parts of a location on the hub.
-
-    Raises:
-        BadInput: it has no such form.
-    """
+    """Returns the parts of a location on the hub; raises BadInput for another form."""
     matched = _REPOSITORY.fullmatch(uri.removeprefix(f"{PROTOCOL}://").rstrip("/"))
     if matched is None:
         raise BadInput(

@@ -158,7 +158,9 @@ class MlflowArtifacts(ReadOnlyFiles):
         path, start = str(self._strip_protocol(path)), start or 0
         if end is not None and end <= start:
             return b""
-        stream = self._continued(path, start) or self._begun(path, start, end)
+        with self._lock:
+            continued = self._streams.pop((path, start), None)
+        stream = continued or self._begun(path, start, end)
         blocks, position = [], start
         while end is None or position < end:
             block = self._read(stream, _BLOCK_BYTES if end is None else min(_BLOCK_BYTES, end - position))
@@ -224,10 +226,6 @@ class MlflowArtifacts(ReadOnlyFiles):
             if answer.status_code == 404:
                 raise FileNotFoundError(f"{PROTOCOL}://{path}")
             raise OSError(f"HTTP status {answer.status_code}: {answer.text[:200].strip()}")
-
-    def _continued(self, path: str, start: int) -> Any | None:
-        with self._lock:
-            return self._streams.pop((path, start), None)
 
     def _keep(self, path: str, position: int, stream: Any) -> None:
         with self._lock:

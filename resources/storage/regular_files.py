@@ -43,18 +43,9 @@ class Copied:
 
 
 def open_regular(root: Path, name: str, *, owned: bool = False, max_bytes: int | None = None) -> BinaryIO:
-    """Opens a regular file below a folder for reading. Links that lead to the folder itself are followed.
-
-    Args:
-        root: the folder.
-        name: path of the file relative to it, with `/` between its parts.
-        owned: also refuses a file that another user owns or can write, as for a cache.
-        max_bytes: also refuses a larger file; no limit when None.
-
-    Raises:
-        UnsafeFile: the file is refused.
-        OSError: the file does not exist, or cannot be read.
-    """
+    """Opens a regular file for reading, by its path relative to a folder; raises UnsafeFile if it is refused. Links
+    that lead to the folder itself are followed. `owned` also refuses a file that another user owns or can write, as for
+    a cache, and `max_bytes` a larger file."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         raise UnsafeFile(errno.EINVAL, "not a path below the folder", name)
@@ -84,11 +75,7 @@ def is_own(status: os.stat_result, *, check_mode: bool = True) -> bool:
 
 
 def read_cached(path: Path) -> bytes:
-    """Returns the content of a file of the cache.
-
-    Raises:
-        OSError: the file cannot be read, or may be another user's, which is logged.
-    """
+    """Returns the content of a file of the cache; raises OSError also if it may be another user's, which is logged."""
     try:
         with open_regular(path.parent, path.name, owned=True) as file:
             return file.read()
@@ -101,11 +88,7 @@ def open_within(path: str | os.PathLike[str], *, within: str | os.PathLike[str] 
     """Opens a regular file for reading, through links that stay in a folder; returns its descriptor.
 
     After resolving all links, the file must be in `within`; if None, only a link at `path` itself is checked, and must
-    stay in its own folder.
-
-    Raises:
-        UnsafeFile: the file is refused.
-        OSError: the file does not exist, or cannot be read.
+    stay in its own folder. Raises UnsafeFile if the file is refused.
     """
     name = real = os.fspath(path)
     try:
@@ -146,15 +129,13 @@ def leads_out(link: str, real: str, *, within: str | os.PathLike[str] | None = N
     return not any(real.startswith(f"{root.rstrip('/')}/") for root in allowed)
 
 
-def copy_regular_files(
-    source: Path, target: Path, *, reserved: frozenset[str] = frozenset(), max_bytes: int = LARGEST_COPY_BYTES
-) -> Copied:
+def copy_regular_files(source: Path, target: Path, *, reserved: frozenset[str] = frozenset()) -> Copied:
     """Copies the regular files of a folder written by other programs into a folder that only Assay writes.
 
     Files get mode 644, and replace files of the same name. The following are left out and counted: links, files with
     several names, FIFOs, sockets, devices, unreadable entries, names that are not printable UTF-8, start with a dot, or
     are HEAD (settings of a repository contain commands that git runs), the `reserved` names, in any case, directly in
-    the folder, and everything beyond 10,000 files, 100,000 entries, 12 levels, or `max_bytes` in total.
+    the folder, and everything beyond 10,000 files, 100,000 entries, 12 levels, or `LARGEST_COPY_BYTES` in total.
     """
     copied, entries = Copied(), 0
     waiting = [PurePosixPath()]
@@ -181,7 +162,7 @@ def copy_regular_files(
                     elif not folder.parts and entry.name.casefold() in reserved:
                         copied.dropped["names of Assay's own files"] += 1
                     elif not entry.is_dir(follow_symlinks=False):
-                        _copy_file(descriptor, entry.name, target / folder, copied=copied, max_bytes=max_bytes)
+                        _copy_file(descriptor, entry.name, target / folder, copied=copied)
                     elif len(folder.parts) < _MOST_LEVELS:
                         waiting.append(folder / entry.name)
                     else:
@@ -191,7 +172,7 @@ def copy_regular_files(
     return copied
 
 
-def _copy_file(folder: int, name: str, target: Path, *, copied: Copied, max_bytes: int) -> None:
+def _copy_file(folder: int, name: str, target: Path, *, copied: Copied) -> None:
     try:
         source = _open_file(folder, name, shown=name)
     except UnsafeFile as error:
@@ -204,8 +185,8 @@ def _copy_file(folder: int, name: str, target: Path, *, copied: Copied, max_byte
         status = os.fstat(source.fileno())
         if status.st_nlink != 1:
             copied.dropped["files with several names"] += 1
-        elif copied.files >= _MOST_FILES or copied.bytes + status.st_size > max_bytes:
-            copied.dropped[f"files beyond {_MOST_FILES}, or {max_bytes >> 20} MiB together"] += 1
+        elif copied.files >= _MOST_FILES or copied.bytes + status.st_size > LARGEST_COPY_BYTES:
+            copied.dropped[f"files beyond {_MOST_FILES}, or {LARGEST_COPY_BYTES >> 20} MiB together"] += 1
         elif (target / name).is_dir() or any(parent.is_file() for parent in (target, *target.parents)):
             copied.dropped["names that are both a file and a folder"] += 1
         else:

@@ -237,10 +237,8 @@ def check_writable(uri: str) -> None:
 def content_digest(uri: str, *, length: int = 64) -> str | None:
     """Returns the first hex digits of a file's SHA-256; None if it cannot be read, which other checks report."""
     try:
-        if is_local(uri):
-            with os.fdopen(open_within(local_path(uri), within="/"), "rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()[:length]
-        return hashlib.sha256(read_bytes(uri)).hexdigest()[:length]
+        with opened(uri) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:length]  # pyright: ignore[reportArgumentType]
     except (OSError, AssayError):
         return None
 

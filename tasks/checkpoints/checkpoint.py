@@ -134,24 +134,21 @@ def eligible(
     past: Iterable[int] = (),
     final_step: int | None,
 ) -> set[Inputs]:
-    """Returns the checkpoints that any rule selects; inputs of merged checkpoints may be incomplete.
-
-    Args:
-        complete: steps with a complete checkpoint.
-        listed: steps with a checkpoint, complete or not; used for merged checkpoints only.
-        past: steps that have a record but no checkpoint any more; they count as the first past their multiple.
-        final_step: last training step, if known.
-    """
-    taken: set[Inputs] = {(step,) for step in _steps(_plain(rules), complete, past, final_step=final_step)}
+    """Returns the checkpoints that any rule selects; inputs of merged checkpoints may be incomplete. `complete`: steps
+    with a complete checkpoint. `listed`: steps with a checkpoint, complete or not; used for merged checkpoints only.
+    `past`: steps that have a record but no checkpoint any more; they count as the first past their multiple."""
+    taken: set[Inputs] = set()
     in_order = sorted({*listed, *complete})
     newest = [max(complete)] if complete else []
     for rule in rules:
-        if (number := rule.merges) is not None:
-            ends = _steps([rule], complete, past, final_step=final_step)
-            ends |= {step for step in in_order if _might_be_taken([rule], step, newest, final_step=final_step)}
-            ends |= first_at_multiples({*in_order, *past}, rule.every_n_steps) if rule.every_n_steps else set()
-            windows = (in_order[: bisect_right(in_order, end)][-number:] for end in ends if end in in_order)
-            taken.update(tuple(window) for window in windows if len(window) == number)
+        ends = _steps(rule, complete, past, final_step=final_step)
+        if (number := rule.merges) is None:
+            taken.update((step,) for step in ends)
+            continue
+        ends |= {step for step in in_order if _might_be_taken(rule, step, newest, final_step=final_step)}
+        ends |= first_at_multiples({*in_order, *past}, rule.every_n_steps) if rule.every_n_steps else set()
+        windows = (in_order[: bisect_right(in_order, end)][-number:] for end in ends if end in in_order)
+        taken.update(tuple(window) for window in windows if len(window) == number)
     return taken
 
 
@@ -159,46 +156,33 @@ def might_be_eligible(
     rules: Sequence[CheckpointRule], step: int, complete: Sequence[int], *, final_step: int | None
 ) -> bool:
     """Returns True if an incomplete checkpoint will be selected; `complete`: sorted steps that are or were complete."""
-    plain = _plain(rules)
+    plain = [rule for rule in rules if rule.merged is None]
     below = complete[: bisect_left(complete, step)][-1:] or [0]
     passes = any(_passes(rule.every_n_steps, below[0], step) for rule in plain if rule.every_n_steps)
-    return passes or _might_be_taken(plain, step, complete[-1:], final_step=final_step)
+    return passes or any(_might_be_taken(rule, step, complete[-1:], final_step=final_step) for rule in plain)
 
 
-def _plain(rules: Sequence[CheckpointRule]) -> list[CheckpointRule]:
-    return [rule for rule in rules if rule.merged is None]
+def _steps(rule: CheckpointRule, complete: Sequence[int], past: Iterable[int], *, final_step: int | None) -> set[int]:
+    match rule.which:
+        case "all":
+            return set(complete)
+        case "latest":
+            return {max(complete)} if complete else set()
+        case "first":
+            return {min(complete)} if complete else set()
+        case "final":
+            return set(complete) & {final_step}
+    if rule.every_n_steps is not None:
+        return first_at_multiples({*complete, *past}, rule.every_n_steps) & set(complete)
+    return set(rule.steps) & set(complete)
 
 
-def _steps(
-    rules: Sequence[CheckpointRule], complete: Sequence[int], past: Iterable[int], *, final_step: int | None
-) -> set[int]:
-    taken: set[int] = set()
-    for rule in rules:
-        match rule.which:
-            case "all":
-                return set(complete)
-            case "latest" if complete:
-                taken.add(max(complete))
-            case "first" if complete:
-                taken.add(min(complete))
-        if rule.every_n_steps is not None:
-            taken |= first_at_multiples({*complete, *past}, rule.every_n_steps) & set(complete)
-        taken.update(step for step in complete if _by_number(rule, step, final_step=final_step))
-    return taken
-
-
-def _might_be_taken(
-    rules: Sequence[CheckpointRule], step: int, complete: Sequence[int], *, final_step: int | None
-) -> bool:
-    newest = not complete or step > max(complete)
-    return any(
-        rule.which == "all"
-        or (rule.which == "latest" and newest)
-        or (rule.which == "first" and not complete)
-        or _by_number(rule, step, final_step=final_step)
-        for rule in rules
-    )
-
-
-def _by_number(rule: CheckpointRule, step: int, *, final_step: int | None) -> bool:
-    return step in rule.steps or (rule.which == "final" and step == final_step)
+def _might_be_taken(rule: CheckpointRule, step: int, complete: Sequence[int], *, final_step: int | None) -> bool:
+    match rule.which:
+        case "latest":
+            return not complete or step > max(complete)
+        case "first":
+            return not complete
+        case "final":
+            return step == final_step
+    return rule.which == "all" or step in rule.steps

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 from pools.weights.formats import EXPORTERS, INDEX_NAME, SHARDED_FOLDER
 from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder, is_native
 from pools.weights.merges import merge_of, with_each_location
-from pools.weights.model_files import checkpoint_files
+from pools.weights.model_files import ModelFolder, checkpoint_files
 from pools.weights.overrides import Override, override_of, without_options
-from pools.weights.tokenizers import NO_TOKENIZER, FilesIn, KnownFiles
+from pools.weights.tokenizers import NO_TOKENIZER, KnownFiles
 from resources.errors import BadInput, not_there
 from resources.storage import storage
 from resources.storage.hub import is_repository
@@ -76,16 +76,19 @@ def find_checkpoints(
     if not files and not storage.exists(path):
         raise not_there(expected, path, "check the path; in an object store, also that you may list it")
     names = layouts.names(path, steps_from=steps_from)
-    look = partial(_huggingface, options=options, marks=layouts.marks, files_in=KnownFiles(path, files))
-    exports = {folder: look(folder, held, named) for folder, held, named in layouts.named_exports(names)}
-    models = {folder: made.folder for folder, made in exports.items() if made.folder and made.complete}
-    names = counted(names, {folder: folder in models for folder in exports}, models.__getitem__)
-    for text in (*names.notes, *not_alike(path, names, models)):
+    exports: dict[str, tuple[ModelFolder, tuple[str, ...]]] = {}
+    files_in = KnownFiles(path, files)
+    for folder, held, _ in layouts.named_exports(names):
+        model = inspect_checkpoint(options.at(folder) if options else folder, held, files_in=files_in)
+        exports[folder] = model, (*model.problems, *layouts.marks.missing(folder, held))
+    complete = {folder: not problems for folder, (_, problems) in exports.items()}
+    names = counted(names, complete, lambda folder: exports[folder][0])
+    for text in (*names.notes, *not_alike(path, names, filter(complete.get, complete))):
         note(text)
 
-    def export(folder: str, own: Named) -> Checkpoint:
-        made = exports[folder]
-        return replace(made, run=own.run, name=own.name, step=own.step, label=own.label, series=own.series)
+    def export(folder: str, named: Named) -> Checkpoint:
+        model, problems = exports[folder]
+        return checkpoint_of(named, folder, model.modified, problems=problems, folder=model)
 
     named = layouts.checkpoints(names, export, kinds, reference=reference, options=options)
     checkpoints = [replace(made, uri=options.at(made.uri)) if options else made for made, _ in named]
@@ -250,14 +253,6 @@ def _not_served(folder: str, files: Sequence[FileInfo], named: Named) -> Checkpo
         "levanter_lm_evaluation_harness"
     )
     return checkpoint_of(named, folder, max(file.modified for file in files), kind="levanter", problems=(problem,))
-
-
-def _huggingface(
-    folder: str, files: Sequence[FileInfo], named: Named, *, options: Override | None, marks: Marks, files_in: FilesIn
-) -> Checkpoint:
-    held = inspect_checkpoint(options.at(folder) if options else folder, files, files_in=files_in)
-    problems = (*held.problems, *marks.missing(folder, files))
-    return checkpoint_of(named, folder, held.modified, problems=problems, folder=held)
 
 
 @step(task_run_name="look at {path}")

@@ -76,14 +76,9 @@ def is_foreign(name: str) -> bool:
 
 
 def how_exported(root: str, files: Mapping[str, str], export: str, *, sharded: bool = False) -> str | None:
-    """Returns what a checkpoint is and how it is exported; None if none of its files says so.
-
-    Args:
-        root: its folder.
-        files: the locations of its files, by their paths below it.
-        export: the folder to export it to.
-        sharded: True for a checkpoint of torch.distributed.checkpoint or of Megatron.
-    """
+    """Returns what a checkpoint in the folder `root` is and how it is exported to the folder `export`; None if none of
+    its files says so. `files`: their locations, by their paths below `root`. `sharded`: True for a checkpoint of
+    torch.distributed.checkpoint or of Megatron."""
     named = {path if sharded else posixpath.basename(path): file for path, file in sorted(files.items(), reverse=True)}
     held = named if sharded else {name: file for name, file in named.items() if is_foreign(name)}
     for pattern, words in (_SHARDED if sharded else _FOREIGN).items():

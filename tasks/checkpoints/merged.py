@@ -12,15 +12,13 @@ from pathlib import Path
 from pools.engine.launch import staging
 from pools.weights.layouts import merged_folder
 from pools.weights.merges import Merge, Source, merge_of, with_each_location
-from pools.weights.model_files import CONFIG_FILES, digest_model_folder
+from pools.weights.model_files import digest_model_folder
 from resources.errors import BadInput, IncompleteCheckpoint
 from resources.storage import storage
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.errors import NoCheckpoints
 from tasks.records.details import MergedInput, MergeReference
 from tasks.spec.names import in_few_words, name_of_merge
-
-_COPIED_BYTES = 2**24
 
 
 def merged_checkpoint(merge: Merge, find: Callable[[str], Sequence[Checkpoint]]) -> Checkpoint:
@@ -85,10 +83,9 @@ def write_checkpoint(found: Sequence[Checkpoint], target: Path, *, trusted: bool
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
             content = Path(aside) / target.name
             content.mkdir()
-            for file in sorted(staged.path.iterdir(), key=lambda file: file.name == CONFIG_FILES[0]):  # config last
-                with (content / file.name).open("wb") as written, file.open("rb") as computed:
-                    shutil.copyfileobj(computed, written, _COPIED_BYTES)
-                    written.flush()
+            for file in staged.path.iterdir():
+                shutil.copyfile(file, content / file.name)
+                with (content / file.name).open("rb") as written:
                     os.fsync(written.fileno())
             staged.verify()
             content.rename(target)

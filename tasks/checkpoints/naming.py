@@ -57,13 +57,9 @@ class Names:
 
 def names_below(path: str, exports: Files, others: Iterable[str] = (), *, steps_from: str | None = None) -> Names:
     """Names the checkpoints below a path: all are of the run that it names, and of a series of it if several lie there.
-
-    Args:
-        exports: folders in Hugging Face layout, which determine the series.
-        others: folders of native checkpoints and training states.
-        steps_from: an expression for steps, see `tasks.spec.steps`. Folders that it does not match are left out if the
-            usual words give them a step.
-    """
+    `exports`: folders in Hugging Face layout, which determine the series. `others`: folders of native checkpoints and
+    training states. `steps_from`: an expression for steps, see `tasks.spec.steps`. Folders that it does not match are
+    left out if the usual words give them a step."""
     run, name, step = name_of(path)
     single = (name != run or steps_from is not None) and is_checkpoint(path, exports, others)
     own_words = Stepped(-1, step, "", "") if single and name != run else None
@@ -86,7 +82,8 @@ def names_below(path: str, exports: Files, others: Iterable[str] = (), *, steps_
     with_weights = [folder for folder in stepped_exports if _has_weights(exports[folder])]  # results lie there, too
     of_series = sorted({keys[folder] for folder in with_weights or stepped_exports})
     shared = len(list(takewhile(lambda part: len(set(part)) == 1, zip(*of_series, strict=False))))
-    if len(of_series) == 1 and is_repository(path) and all(_at(steps[folder]) == 0 for folder in stepped_exports):
+    branches = is_repository(path) and all(each and each.at == 0 for each in map(steps.get, stepped_exports))
+    if len(of_series) == 1 and branches:
         series = {key: slug_of("-".join(of_series[0])) for key in ((), *of_series)}  # as a revision named directly
     else:
         series = {key: slug_of("-".join(key[shared:])) for key in of_series if len(of_series) > 1 and key[shared:]}
@@ -117,10 +114,6 @@ def is_checkpoint(path: str, exports: Files, others: Iterable[str]) -> bool:
     if any(step_in(parts, above=storage.basename(path)) for parts in holding.values()):
         return False
     return any(all(map(is_export, parts)) or folder not in exports for folder, parts in holding.items())
-
-
-def _at(stepped: Stepped | None) -> int | None:
-    return stepped and stepped.at
 
 
 def _has_weights(files: Sequence[FileInfo]) -> bool:
@@ -218,12 +211,8 @@ def counted(names: Names, exports: Mapping[str, bool], model_of: Callable[[str],
     """Returns the names of the checkpoints that count. Of several exports of a step this is a complete export before
     others, and then the first in the order of `EXPORTS`; of folders with equal digests the shortest path. A checkpoint
     without a step in its path has the step of the checkpoint with its digest. Different checkpoints of a step keep
-    their common name, and are refused where they are evaluated.
-
-    Args:
-        exports: folders in Hugging Face layout; True for complete checkpoints.
-        model_of: reads a complete checkpoint's folder.
-    """
+    their common name, and are refused where they are evaluated. `exports`: folders in Hugging Face layout, True for
+    complete checkpoints. `model_of` reads a complete checkpoint's folder."""
     kept, notes = dict(names.by_folder), list(names.notes)
 
     def leave_out(folder: str, why: str) -> None:

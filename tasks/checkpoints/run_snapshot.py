@@ -145,7 +145,7 @@ def snapshot_run(
     `find_checkpoints`. `evaluated`: returns True if the checkpoint of that name was evaluated with that listing, and so
     was complete."""
     remembered = _read_memory(uri, "checkpoints")
-    rows = remembered.get("checkpoints", ())
+    rows = [_from_row(row) for row in remembered.get("checkpoints", ())]
     place = without_options(uri)
     tree = list_tree(place, between=_marks(rows), belongs=has_step)
     held = {"reference": storage.list_files(reference)} if reference else {}
@@ -153,10 +153,10 @@ def snapshot_run(
     around = {folder: storage.list_folder(folder) for folder in remembered.get("around", ())}
     began = time.time()
     # a native checkpoint's reference may lie outside of this listing
-    elsewhere = any(row[4] == "levanter" and (row[6] or not reference) for row in rows)
+    elsewhere = any(row.kind == "levanter" and (row.problems or not reference) for row in rows)
     if remembered.get("signature") == signature + _listed_in(around) and not elsewhere:
-        return [_from_row(row) for row in rows]
-    known = {(row[0], row[5]): tuple(row[6]) for row in rows if not any(map(is_about_marks, row[6]))}
+        return rows
+    known = {(row.uri, row.listing): row.problems for row in rows if not any(map(is_about_marks, row.problems))}
     files = tree.files()
     files_in = KnownFiles(place, files)
     listed = _judged(
@@ -164,7 +164,9 @@ def snapshot_run(
     )
     unsettled = _unsettled(listed, files, since=began - SETTLED_SECONDS)
     settled = [checkpoint for checkpoint in listed if checkpoint.uri not in unsettled]
-    _remember(uri, "" if unsettled else signature + _listed_in(files_in.others), settled, around=[*files_in.others])
+    signature = "" if unsettled else signature + _listed_in(files_in.others)
+    content = {"signature": signature, "checkpoints": settled, "around": [*files_in.others]}
+    _write_memory(uri, "checkpoints", content)
     return listed
 
 
@@ -185,9 +187,9 @@ def _unsettled(checkpoints: Sequence[SeenCheckpoint], files: Iterable[FileInfo],
     }
 
 
-def _marks(rows: Sequence[Sequence[Any]]) -> list[str]:
+def _marks(rows: Sequence[SeenCheckpoint]) -> list[str]:
     ranges = min(_RANGES, len(rows) * _FILES_OF_A_CHECKPOINT // PAGE)
-    names = sorted(without_options(row[0]) for row in rows) if ranges > 1 else []
+    names = sorted(without_options(row.uri) for row in rows) if ranges > 1 else []
     return [names[len(names) * number // ranges] for number in range(1, ranges)]
 
 
@@ -348,14 +350,6 @@ def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:
         return None
 
 
-def _remember(uri: str, signature: str, checkpoints: Sequence[SeenCheckpoint], *, around: Sequence[str]) -> None:
-    rows = [
-        (seen.uri, seen.run, seen.name, seen.step, seen.kind, seen.listing, seen.problems, seen.label, seen.series)
-        for seen in checkpoints
-    ]
-    _write_memory(uri, "checkpoints", {"signature": signature, "checkpoints": rows, "around": around})
-
-
 def _memory(uri: str, kind: str) -> str:
     name = hashlib.blake2b(with_each_location(uri, storage.absolute).encode(), digest_size=16).hexdigest()
     return str(settings().cache_dir / "listings" / f"{name}.{kind}.json")
@@ -374,6 +368,5 @@ def _write_memory(uri: str, kind: str, content: Mapping[str, Any]) -> None:
         storage.write_bytes(_memory(uri, kind), orjson.dumps({"format": _FORMAT, **content}))
 
 
-def _from_row(row: Sequence[Any]) -> SeenCheckpoint:
-    uri, run, name, step, kind, listing, problems, label, series = row
-    return SeenCheckpoint(uri, run, name, step, kind, listing, tuple(problems), label=label, series=series)
+def _from_row(row: dict[str, Any]) -> SeenCheckpoint:
+    return SeenCheckpoint(**{**row, "problems": tuple(row["problems"]), "merged": ()})
