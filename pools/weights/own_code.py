@@ -15,6 +15,7 @@ from pools.weights.model_files import ModelFolder
 from pools.weights.tokenizers import SETTINGS_NAME
 from resources.errors import BadInput
 
+_ELSEWHERE = "--"  # as in `owner/name--modeling_own.Own`, code in another repository of the hub
 _MODEL, _CONFIG, _TOKENIZER = "AutoModelForCausalLM", "AutoConfig", "AutoTokenizer"
 
 
@@ -37,10 +38,12 @@ def code_needed(folder: ModelFolder) -> str | None:
 
 
 def _needed_by_tokenizer(folder: ModelFolder) -> str | None:
-    if SETTINGS_NAME not in folder.files or not any(name.endswith(".py") for name in folder.files):
+    if SETTINGS_NAME not in folder.files:
         return None
     described = read_json(folder.files[SETTINGS_NAME], [])
     tokenizer, own = _named(described, _TOKENIZER), described.get("tokenizer_class")
+    if tokenizer and _ELSEWHERE not in tokenizer and not any(name.endswith(".py") for name in folder.files):
+        return None
     if tokenizer and (own is None or tokenizer.rpartition(".")[2].removesuffix("Fast") == own.removesuffix("Fast")):
         return f"{SETTINGS_NAME} names {tokenizer}"
     return None
@@ -53,7 +56,7 @@ def require_code_allowed(folders: Iterable[ModelFolder], *, allowed: bool, engin
         if code := code_needed(folder) if engine else _needed_by_tokenizer(folder):
             raise BadInput(
                 expected="checkpoints that are read without code of their own, which may do anything as this user",
-                found=f"{code}, code in {folder.uri}",
+                found=f"{code}, code {'of that repository, for' if _ELSEWHERE in code else 'in'} {folder.uri}",
                 remedy="read that code, and allow it to engine and harness: trust_remote_code: true in engine_kwargs "
                 "(--engine trust_remote_code=true)"
                 if engine
@@ -66,4 +69,4 @@ def _named(content: Mapping[str, Any], kind: str) -> str | None:
     own_code = content.get("auto_map")
     named = own_code.get(kind) if isinstance(own_code, dict) else None
     named = next((name for name in named if name), None) if isinstance(named, list) else named
-    return ascii(named)[1:-1] if isinstance(named, str) and "--" not in named else None
+    return ascii(named)[1:-1] if isinstance(named, str) else None

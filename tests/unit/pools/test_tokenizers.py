@@ -167,6 +167,10 @@ def test_option_that_names_nothing_is_a_problem_of_the_checkpoint(tmp_path: Path
         ("InternLM2ForCausalLM", {"AutoConfig": "configuration_own.Own"}, {}, "configuration_own.Own"),
         ("LlamaForCausalLM", {}, {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, "tokenization_own"),
         ("LlamaForCausalLM", {}, {"AutoTokenizer": ["tokenization_own.Another", None]}, None),
+        ("InternLM2ForCausalLM", {"AutoConfig": "owner/name--c.C"}, {}, "owner/name--c.C, code of that repository"),
+        ("OwnForCausalLM", {"AutoModelForCausalLM": "owner/name--m.M"}, {}, "owner/name--m.M, code of that repository"),
+        ("LlamaForCausalLM", {"AutoConfig": "owner/name--c.C", "AutoModelForCausalLM": "owner/name--m.M"}, {}, None),
+        ("LlamaForCausalLM", {}, {"AutoTokenizer": ["owner/name--t.OwnTokenizer", None]}, "owner/name--t.OwnTok"),
     ],
 )
 def test_code_that_a_checkpoint_needs_is_refused_before_an_engine_starts(
