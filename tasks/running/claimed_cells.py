@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from types import TracebackType
 
@@ -26,25 +26,17 @@ class ClaimedCells:
         folder: folder of the claims; derived from the cells when None, so required where cells are added later.
     """
 
-    def __init__(
-        self,
-        cells: Sequence[Cell],
-        *,
-        wait: bool,
-        folder: str | None = None,
-        lease_seconds: float = LEASE_SECONDS,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, cells: Sequence[Cell], *, wait: bool, folder: str | None = None) -> None:
         self._left: dict[str, Cell] = {}
         self._since: dict[str, datetime] = {}
         self.add(cells)
-        self._wait, self._sleep = wait, sleep
+        self._wait = wait
         self._claims: Claims | None = None
         self._reported: set[str] = set()
         if folder is None and cells:
             folder = claims_folder(cells[0].config.evaluation_path, cells[0].reference.run)
         if folder is not None:
-            self._claims = Claims(folder, flow_run=flow_run_id(), lease_seconds=lease_seconds)
+            self._claims = Claims(folder, flow_run=flow_run_id())
 
     def __enter__(self) -> ClaimedCells:
         if self._claims is not None:
@@ -75,7 +67,7 @@ class ClaimedCells:
             if claimed or not self._wait:
                 return claimed
             if self._left:
-                self._sleep(_CLAIMS_POLL_SECONDS)
+                time.sleep(_CLAIMS_POLL_SECONDS)
         return []
 
     def take(self) -> list[Cell]:

@@ -7,7 +7,7 @@ records on the same kind of engine. Without token counts or a rate there is no g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -295,9 +295,7 @@ def together(predictions: Sequence[Predicted | None], *, why_unpriced: str | Non
     )
 
 
-def with_expectations(
-    cells: Sequence[Cell], *, tariff_of: Callable[[EvaluationConfig], Tariff] = tariff_of_cell
-) -> tuple[list[Cell], Expected]:
+def with_expectations(cells: Sequence[Cell]) -> tuple[list[Cell], Expected]:
     """Returns a run's cells, open cells with expected cost, and their total; unknown if records are unreadable."""
     open_cells = [cell for cell in cells if not cell.settled]
     if not open_cells:
@@ -312,7 +310,7 @@ def with_expectations(
 
     def expecting(cell: Cell) -> Cell:
         if id(cell.config) not in by_config:
-            tariff = tariff_of(cell.config)
+            tariff = tariff_of_cell(cell.config)
             by_config[id(cell.config)] = tariff, expectations.of(cell.config, [cell.evaluation_hash], tariff)
         return replace(cell, predicted=by_config[id(cell.config)][1])
 

@@ -47,11 +47,7 @@ _known: ContextVar[tuple[Request, Plan] | None] = ContextVar("plan", default=Non
 
 
 def plan(request: Request) -> Plan:
-    """Returns the plan of a request; inside `carrying_out` of that request, the plan that exists.
-
-    Raises:
-        AssayError: as in `discover`, `plan_cells` and `decided_early`.
-    """
+    """Returns the plan of a request; inside `carrying_out` of that request, the plan that exists."""
     if (known := _known.get()) is not None and known[0] == request:
         known[1].report_updates()
         return known[1]

@@ -80,11 +80,12 @@ class Claims:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="claims", daemon=True) if in_background else None
-        self._exclusive = True
+        self.exclusive = True
+        """True if the store guarantees a single holder per cell."""
 
     def __enter__(self) -> Claims:
         self.renew()
-        self._exclusive = creates_exclusively(self._folder)
+        self.exclusive = creates_exclusively(self._folder)
         if self._thread is not None:
             self._thread.start()
         return self
@@ -97,11 +98,6 @@ class Claims:
             self.release(key)
         with suppress(AssayError):  # expires with the lease
             storage.delete(holder_uri(self._folder, self._me.name))
-
-    @property
-    def exclusive(self) -> bool:
-        """True if the store guarantees a single holder per cell."""
-        return self._exclusive
 
     def acquire(self, subjects: Sequence[Subject]) -> Acquired:
         """Claims as many cells as possible, with 2 listings and a write per cell. The caller must read the record of
@@ -118,10 +114,10 @@ class Claims:
         for subject in subjects:
             if subject.key not in live:
                 claim = self._next(subject, before.get(subject.key))
-                uri = claim_uri(self._folder, claim, exclusive=self._exclusive)
+                uri = claim_uri(self._folder, claim, exclusive=self.exclusive)
                 if self._create(uri, claim):
                     made[subject.key] = (claim, uri)
-        if made and not self._exclusive:
+        if made and not self.exclusive:
             self._sleep(_SETTLE_SECONDS)
         after, heard = listed_claims(self._folder) if made else ({}, {})
         ours = set()
@@ -203,7 +199,7 @@ class Claims:
 
     def _create(self, uri: str, claim: Claim) -> bool:
         content = claim.model_dump_json().encode()
-        if not self._exclusive:
+        if not self.exclusive:
             storage.write_bytes(uri, content)
             return True
         # If the response to a write is lost, the client retries and finds its own file.
