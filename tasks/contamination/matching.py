@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from tasks.records.questions.asked import AskedQuestion
-from tasks.records.questions.words import Words, runs_of, words_of
+from tasks.records.questions.asked import AskedQuestion, Words, runs_of, words_of
 
 if TYPE_CHECKING:
     import numpy as np

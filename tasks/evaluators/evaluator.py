@@ -1,11 +1,14 @@
-"""Evaluators: a program to run against an endpoint, and the readers of its output."""
+"""Evaluators: a program to run against an endpoint, the readers of its output, and the writer of its samples."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,12 @@ from tasks.evaluators.isolation import ModelCode
 from tasks.evaluators.reading import Unanswered
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Counts, Metric
-from tasks.records.samples import Sample
+from tasks.records.samples import LENGTH, Question, Sample, agrees, question_of, scale_of, scores_in, write_samples
 from tasks.records.verdicts import EarlyScore
 from tasks.spec.benchmarks import benchmarks_here, copied_benchmarks, named_elsewhere
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS, CodeOptions
+from tasks.verdicts.statistics.composition import with_interval
 
 FETCH_OPTION = "--fetch"
 """Makes a program only fetch its data."""
@@ -201,3 +205,67 @@ def harness_environments() -> dict[str, EnvironmentSpec]:
 def evaluator_of(config: EvaluationConfig) -> Evaluator:
     """Returns the evaluator of an evaluation."""
     return evaluator_named(config.evaluator.name)
+
+
+def with_samples(parsed: Parsed, samples: Iterable[Sample], path: Path) -> Parsed:
+    """Writes samples to a new file, and completes parsed results with them."""
+    questions: dict[str, list[Question]] = {}
+
+    def noted() -> Iterator[Sample]:
+        for sample in samples:
+            questions.setdefault(sample.benchmark, []).append(question_of(sample))
+            yield sample
+
+    number = write_samples(path, noted())
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    metrics = tuple(
+        with_interval(metric, questions, parsed.metrics).model_copy(
+            update={"recomputed": agrees(metric, questions, parsed.metrics)}
+        )
+        for metric in parsed.metrics
+    )
+    details = {
+        benchmark: _completed(parsed.details.get(benchmark), asked, [m for m in metrics if m.benchmark == benchmark])
+        for benchmark, asked in questions.items()
+    }
+    return replace(
+        parsed, metrics=metrics, details={**parsed.details, **details}, samples=number, samples_digest=digest
+    )
+
+
+def _completed(
+    details: BenchmarkDetails | None, asked: Sequence[Question], metrics: Sequence[Metric]
+) -> BenchmarkDetails:
+    if details is None:
+        details = BenchmarkDetails(
+            questions=sum(question.scored for question in asked),
+            truncated=sum(question.truncated for question in asked),
+        )
+    finishes = Counter(question.finish for question in asked if question.finish)
+    shown = {
+        "finish_reasons": details.finish_reasons or dict(finishes),
+        "at_limit": finishes[LENGTH] if details.at_limit is None and finishes else details.at_limit,
+        "completed": details.completed or _over_completed(asked, metrics),
+        "prompts": details.prompts or _digest(asked),
+    }
+    return details.model_copy(update=shown)
+
+
+def _over_completed(asked: Sequence[Question], metrics: Sequence[Metric]) -> dict[str, float]:
+    completed = [question for question in asked if question.finish != LENGTH]
+    if len(completed) == len(asked):
+        return {}
+    values = {}
+    for metric in metrics:
+        scale, scores = scale_of(metric, scores_in(metric, asked)), scores_in(metric, completed)
+        if scale is not None and scores:
+            values[metric.name] = scale * math.fsum(scores) / len(scores)
+    return values
+
+
+def _digest(asked: Sequence[Question]) -> str:
+    digest = hashlib.sha256()
+    for name, prompt in sorted((question.id, question.prompt) for question in asked):
+        digest.update(name.encode() + b"\0" + prompt)
+    return digest.hexdigest()

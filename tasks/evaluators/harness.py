@@ -28,9 +28,8 @@ from resources.tracing import span
 from resources.warm.fork_server import WarmProgram, fork_server
 from tasks.errors import AnswersCutOff, CountsDisagree, HarnessFailed, HarnessInterrupted
 from tasks.evaluators.early import WantedEarly, scores_decided
-from tasks.evaluators.evaluator import Evaluator, HarnessCommand, Parsed, Progress
+from tasks.evaluators.evaluator import Evaluator, HarnessCommand, Parsed, Progress, with_samples
 from tasks.evaluators.isolation import cage, isolated
-from tasks.evaluators.outcome import with_samples
 from tasks.evaluators.reading import invalid_results
 from tasks.records.samples import SAMPLES_NAME
 from tasks.spec.evaluation import EvaluationConfig
@@ -251,8 +250,10 @@ def _follow(
     poll: float,
 ) -> None:
     last: Progress | None = None
+    finished = False
     while True:
-        finished = _wait(job, max(0.0, min(poll, deadline - time.monotonic())))
+        with suppress(JobTimeout):
+            finished = job.wait(max(0.0, min(poll, deadline - time.monotonic())), raise_on_failure=False).finished
         progress = evaluator.progress(job.logs(_PROGRESS_LINES)[-_PROGRESS_CHARACTERS:])
         if progress is not None and progress != last:
             on_progress(progress)
@@ -268,13 +269,6 @@ def _past_proxies(*asked: RunningModel | None) -> dict[str, str]:
     models = [(urlsplit(model.base_url).hostname or "", model) for model in asked if model is not None]
     hosts = [host for host, model in models if model.direct or is_loopback(host)]
     return {"NO_PROXY": ",".join(dict.fromkeys(hosts))} if hosts else {}
-
-
-def _wait(job: JobHandle, seconds: float) -> bool:
-    try:
-        return job.wait(seconds, raise_on_failure=False).finished
-    except JobTimeout:
-        return False
 
 
 def job_failure(

@@ -14,8 +14,8 @@ from typing import Literal
 from pydantic import AwareDatetime
 
 from resources.storage import storage
-from tasks.records.details import Part, read_model
-from tasks.records.record import QUALIFICATIONS_FOLDER, CheckpointReference, FoundRecord, Record
+from tasks.records.details import CheckpointReference, Part, read_model
+from tasks.records.record import QUALIFICATIONS_FOLDER, FoundRecord, Record
 
 PACKAGES = "packages"
 """Key, in the versions of an engine or harness, of the digest over its whole list of pinned packages."""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from resources.storage import storage
-from tasks.records.record import CheckpointReference, Record
+from tasks.records.details import CheckpointReference
+from tasks.records.record import Record
 from tasks.spec.names import in_few_words, run_folder_of
 from tasks.spec.steps import label_of
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from pools.weights.merges import MergeKind
 from resources.errors import IrregularFile
@@ -159,17 +159,25 @@ class CheckpointReference(Placed):
     """Files that come from other folders, such as its run's tokenizer, and the choice among several formats."""
 
 
-class OfCell(Protocol):
-    """A record, or an early verdict."""
+class OfCell(Part):
+    """The part that records and early verdicts share: their cell, and the attempt at it."""
 
-    @property
-    def checkpoint(self) -> CheckpointReference: ...
-    @property
-    def evaluator(self) -> str: ...
-    @property
-    def evaluation_hash(self) -> str: ...
-    @property
-    def cell(self) -> str: ...
+    cell: PathPart
+    """Name of the cell's folder."""
+    checkpoint: CheckpointReference
+    """The evaluated checkpoint."""
+    evaluator: PathPart
+    """The harness."""
+    benchmarks: tuple[str, ...]
+    """Benchmark names, as published."""
+    evaluation_hash: str
+    """Hash over everything but the checkpoint that can change a score."""
+    flow_run: str | None = None
+    """Name of the flow run that wrote it."""
+    attempt: PathPart
+    """Folder next to it with the harness's own output."""
+    created: AwareDatetime
+    """Time of writing, UTC."""
 
 
 def cell_place(checkpoint: CheckpointReference, evaluator: str, *, evaluation_hash: str, shown: str) -> str:

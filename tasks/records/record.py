@@ -24,13 +24,12 @@ from tasks.records.cost import Cost, Spent, spent_on
 from tasks.records.details import (
     Asking,
     BenchmarkDetails,
-    CheckpointReference,
     Counts,
     Described,
     Digests,
     InnerPath,
+    OfCell,
     Part,
-    PathPart,
     Whole,
     bounded,
     misplaced,
@@ -91,7 +90,7 @@ class SinkState(Part):
     """Time of this state, UTC."""
 
 
-class Record(Part):
+class Record(OfCell):
     """The outcome of a cell."""
 
     schema_version: Literal[4] = 4
@@ -100,14 +99,6 @@ class Record(Part):
     """The outcome."""
     reason: str | None
     """Reason of a failure; empty for a success."""
-    cell: PathPart
-    """Name of the cell's folder."""
-    checkpoint: CheckpointReference
-    """The evaluated checkpoint."""
-    evaluator: PathPart
-    """The harness."""
-    benchmarks: tuple[str, ...]
-    """Benchmark names, as published."""
     metrics: tuple[Metric, ...]
     """Scores; empty unless the cell succeeded."""
     counts: Counts | None
@@ -118,8 +109,6 @@ class Record(Part):
     """Construction of the requests, as far as the configuration does not define it."""
     evaluation: Described
     """The whole configuration."""
-    evaluation_hash: str
-    """Hash over everything but the checkpoint that can change a score."""
     git_commit: str | None
     """Commit of the code that ran; empty outside a repository."""
     git_dirty: bool | None
@@ -152,12 +141,6 @@ class Record(Part):
     """Consecutive `infra_failed` outcomes; counts this record unless it was interrupted."""
     interrupted: bool = False
     """True if the run was stopped from outside, which does not count as a failure."""
-    flow_run: str | None = None
-    """Name of the flow run that wrote the record."""
-    attempt: PathPart
-    """Folder next to the record with the harness's own output."""
-    created: AwareDatetime
-    """Time of writing, UTC."""
 
     @model_validator(mode="after")
     def _is_bounded(self) -> Record:

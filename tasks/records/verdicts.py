@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import AwareDatetime, FiniteFloat
+from pydantic import FiniteFloat
 
 from resources.storage import storage
 from tasks.errors import GateRefused
 from tasks.records.builds import Build
 from tasks.records.cost import Cost, Spent, spent_on
-from tasks.records.details import Part, PathPart, Whole, misplaced, read_model
+from tasks.records.details import OfCell, Part, Whole, misplaced, read_model
 from tasks.records.numbers import measured
-from tasks.records.record import CheckpointReference, Record
+from tasks.records.record import Record
 from tasks.spec.names import how_many
 
 EARLY_NAME = "early.json"
@@ -77,21 +77,11 @@ class EarlyScore(Part):
         return (loss <= self.margin + 1e-9) is (self.verdict == "not worse")
 
 
-class EarlyVerdict(Part):
+class EarlyVerdict(OfCell):
     """Verdicts on the scores of a cell before all of its questions were evaluated."""
 
     schema_version: Literal[1] = 1
     """Version of this layout."""
-    cell: PathPart
-    """Name of the cell's folder."""
-    checkpoint: CheckpointReference
-    """The evaluated checkpoint."""
-    evaluator: PathPart
-    """The harness."""
-    benchmarks: tuple[str, ...]
-    """Benchmark names, as published."""
-    evaluation_hash: str
-    """Hash over everything but the checkpoint that can change a score."""
     wanted: str
     """Digest over the scores, predictions, margins and probabilities behind the decision."""
     gate: str
@@ -114,12 +104,6 @@ class EarlyVerdict(Part):
     """Accelerators times seconds of the attempt; 0 on CPU."""
     build: Build = Build()
     """Versions used."""
-    flow_run: str | None = None
-    """Name of the flow run that wrote the verdict."""
-    attempt: PathPart
-    """Folder next to the verdict with the harness's own output."""
-    created: AwareDatetime
-    """Time of writing, UTC."""
 
 
 def decided_words(score: EarlyScore, verdict: EarlyVerdict) -> str:

@@ -57,8 +57,9 @@ def verified_with(entry: FoundRecord, kept: KeptSamples | StorageError | None) -
     wrong = list(_wrong(entry, kept))
     if wrong:
         return Verification(entry, "changed", tuple(wrong))
-    unknown = list(_unknown(entry, kept))
-    return Verification(entry, "unknown" if unknown else "intact", tuple(unknown))
+    if kept is None and entry.record.digests.samples is not None:
+        return Verification(entry, "unknown", ("values not verifiable: its samples are not there",))
+    return Verification(entry, "intact", ())
 
 
 def lost_cells(evaluation_path: str) -> dict[str, str]:
@@ -94,8 +95,3 @@ def _wrong(entry: FoundRecord, kept: KeptSamples | None) -> Iterator[str]:
             source = "its parts give" if metric.parts else "its samples give"
             shown = f"{values[0]:.6g}" if values else "none"
             yield f"{metric.benchmark} · {metric.name} is {metric.value:.6g}, and {source} {shown}"
-
-
-def _unknown(entry: FoundRecord, kept: KeptSamples | None) -> Iterator[str]:
-    if entry.record.digests.samples is not None and kept is None:
-        yield "values not verifiable: its samples are not there"

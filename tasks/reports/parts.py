@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from resources.errors import StorageError
 from resources.storage import storage
 from tasks.records.cost import Cost, Spent, sum_of
-from tasks.records.details import integrity
+from tasks.records.details import CheckpointReference, integrity
 from tasks.records.numbers import NOTHING, evaluator_place, measured
-from tasks.records.record import CheckpointReference, Counts, FoundRecord, Record
+from tasks.records.record import Counts, FoundRecord, Record
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.records.search import found_below
 from tasks.records.verdicts import EarlyScore, EarlyVerdict, decided_words

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from tasks.records.builds import Qualification, build_changes
 from tasks.records.current import current_records, merged_by, sharing_no_input, told_apart
-from tasks.records.record import CheckpointReference, FoundRecord, Metric, Record
+from tasks.records.details import CheckpointReference
+from tasks.records.record import FoundRecord, Metric, Record
 from tasks.verdicts.statistics.alarms import CHECKPOINTS_BETWEEN_FALSE_ALARMS, FEWEST_BEFORE, Score, alarms
 from tasks.verdicts.statistics.composition import QuestionScores
 from tasks.verdicts.statistics.intervals import quantile

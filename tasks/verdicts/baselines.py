@@ -18,8 +18,9 @@ from pools.weights.merges import locations_of
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.records.current import merged_by, told_apart
+from tasks.records.details import CheckpointReference
 from tasks.records.numbers import measured
-from tasks.records.record import CheckpointReference, FoundRecord, find_records
+from tasks.records.record import FoundRecord, find_records
 from tasks.records.search import RecordFilter, records_of_checkpoints
 from tasks.records.verdicts import Reason
 from tasks.spec.names import how_many

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.records.current import current_records, is_full, newest_settings, told_apart
+from tasks.records.details import CheckpointReference
 from tasks.records.numbers import margin, measured
-from tasks.records.record import RECORD_NAME, CheckpointReference, Metric, Record, find_records
+from tasks.records.record import RECORD_NAME, Metric, Record, find_records
 from tasks.records.search import FoundRecord
 from tasks.records.verdicts import EarlyVerdict, Reason, Verdict, agreement, early_words, read_early
 from tasks.records.verification import Verification, verified

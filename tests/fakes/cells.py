@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fakes.records import make_metric, make_record
-from tasks.records.details import cell_place
-from tasks.records.record import CheckpointReference, Record, write_record
+from tasks.records.details import CheckpointReference, cell_place
+from tasks.records.record import Record, write_record
 from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
 from tasks.running.cells import Cell
 from tasks.spec.benchmarks import evaluation_hash

@@ -29,7 +29,7 @@ from tasks.errors import UnknownBenchmark
 from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.lm_eval.evaluator import listed_benchmarks
-from tasks.offline.texts import stage_texts, text_source
+from tasks.offline.stage import stage_texts, text_source
 from tasks.records.record import Record
 from tasks.spec.benchmark_sets import benchmark_sets, needs_of
 from tasks.spec.evaluation import EvalTaskConfig

@@ -235,17 +235,6 @@ class _Results(BaseModel):
     unanswered: Unanswered = Unanswered()
 
 
-@dataclass(frozen=True)
-class _Judged:
-    instruction: str
-    output: str | None
-    reference: str | None
-    prompt: str
-    preference: float | None  # from 0 to 1
-    finish: str | None = None
-    tokens: int | None = None
-
-
 def folder_of(output: Path, key: str, config: EvaluationConfig) -> Path:
     """Returns the folder with a set's files: the attempt's folder itself, unless there are several sets."""
     return output if len(config.evals) == 1 else output / key
@@ -256,14 +245,14 @@ def read_results(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterab
     plan = read_result(_HARNESS, output / PLAN_NAME, _Plan)
     require_plan_of(plan.sets, config, harness=_HARNESS, output=output)
     results = read_result(_HARNESS, output / RESULTS_NAME, _Results)
-    judged_sets = {key: _judged(folder_of(output, key, config)) for key in plan.sets}
+    samples: list[Sample] = []
     requested = answered = scored = errors = left_out = 0
     metrics: list[Metric] = []
     details: dict[str, BenchmarkDetails] = {}
     for key, questions in plan.sets.items():
-        judged = judged_sets[key]
-        answers = sum(answer.output is not None for answer in judged)
-        usable = sum(answer.preference is not None for answer in judged)
+        judged, answers = _judged(folder_of(output, key, config), key)
+        samples += judged
+        usable = sum(bool(sample.scores) for sample in judged)
         numbers = results.metrics.get(key, {})
         requested, answered, scored = requested + questions, answered + answers, scored + usable
         without = answers - usable if numbers else 0
@@ -271,7 +260,7 @@ def read_results(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterab
         if answers == questions and 0 < without <= config.options(AlpacaEvalOptions).max_judge_errors * questions:
             left_out += without
         metrics += _metrics(key, numbers, judged=usable, answered=answers)
-        unclosed = sum(is_unclosed(answer.output or "") for answer in judged)
+        unclosed = sum(is_unclosed(sample.output) for sample in judged)
         details[key] = BenchmarkDetails(questions=questions, unclosed=unclosed, control=_NO_CONTROL)
     with_win_rate = {metric.benchmark for metric in metrics if metric.name == WIN_RATE}
     if requested == answered and scored + left_out == requested and with_win_rate != set(plan.sets):
@@ -286,27 +275,7 @@ def read_results(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterab
         asking=plan.asking,
         unanswered=results.unanswered,
     )
-    return parsed, _samples(judged_sets)
-
-
-def _samples(judged_sets: dict[str, list[_Judged]]) -> Iterator[Sample]:
-    for key, judged in judged_sets.items():
-        seen: Counter[str] = Counter()
-        for answer in judged:
-            digest = hashlib.sha256(answer.instruction.encode()).hexdigest()[:12]
-            seen[digest] += 1
-            before = max(answer.prompt.rfind(answer.instruction), 0)
-            yield Sample(
-                benchmark=key,
-                id=digest if seen[digest] == 1 else f"{digest}-{seen[digest]}",
-                prompt=answer.prompt[before:],
-                output=answer.output or "",
-                target=answer.reference,
-                scores={} if answer.preference is None else {WIN_RATE: answer.preference},
-                finish=answer.finish,
-                context=answer.prompt[:before],
-                tokens=answer.tokens,
-            )
+    return parsed, samples
 
 
 def _metrics(key: str, numbers: dict[str, float | None], *, judged: int, answered: int) -> Iterator[Metric]:
@@ -324,7 +293,8 @@ def _metrics(key: str, numbers: dict[str, float | None], *, judged: int, answere
         )
 
 
-def _judged(folder: Path) -> list[_Judged]:
+def _judged(folder: Path, key: str) -> tuple[list[Sample], int]:
+    # Also the number of outputs.
     references: dict[str, list[Any]] = defaultdict(list)
     for row in _rows(folder / REFERENCES_NAME):
         references[row["instruction"]].append(row.get("output"))
@@ -333,25 +303,34 @@ def _judged(folder: Path) -> list[_Judged]:
         preference = row.get("preference")
         share = preference - 1 if isinstance(preference, int | float) and 1 <= preference <= 2 else None
         preferences[row["instruction"], str(row.get("output_2"))][str(row.get("output_1"))] = share
-    judged = []
-    for row in _rows(folder / OUTPUTS_NAME):
+    judged: list[Sample] = []
+    seen: Counter[str] = Counter()
+    outputs = _rows(folder / OUTPUTS_NAME)
+    for row in outputs:
         instruction, output, prompt = row["instruction"], row.get("output"), row.get("prompt")
         reason, tokens = row.get("finish_reason"), row.get("completion_tokens")
+        is_answered = isinstance(output, str)
         # An instruction may occur twice, with another output to compare with each time.
-        left = references[instruction]
-        reference = left.pop(0) if left else None
+        reference = references[instruction].pop(0) if references[instruction] else None
+        preference = _verdict(preferences[instruction, output], reference) if is_answered else None
+        digest = hashlib.sha256(instruction.encode()).hexdigest()[:12]
+        seen[digest] += 1
+        asked = prompt if isinstance(prompt, str) else instruction
+        before = max(asked.rfind(instruction), 0)
         judged.append(
-            _Judged(
-                instruction=instruction,
-                output=output if isinstance(output, str) else None,
-                reference=reference if isinstance(reference, str) else None,
-                prompt=prompt if isinstance(prompt, str) else instruction,
-                preference=_verdict(preferences[instruction, output], reference) if isinstance(output, str) else None,
-                finish=reason if isinstance(reason, str) and isinstance(output, str) else None,
-                tokens=tokens if isinstance(tokens, int) and isinstance(output, str) else None,
+            Sample(
+                benchmark=key,
+                id=digest if seen[digest] == 1 else f"{digest}-{seen[digest]}",
+                prompt=asked[before:],
+                output=output if is_answered else "",
+                target=reference if isinstance(reference, str) else None,
+                scores={} if preference is None else {WIN_RATE: preference},
+                finish=reason if is_answered and isinstance(reason, str) else None,
+                context=asked[:before],
+                tokens=tokens if is_answered and isinstance(tokens, int) else None,
             )
         )
-    return judged
+    return judged, sum(isinstance(row.get("output"), str) for row in outputs)
 
 
 def _verdict(by_reference: dict[Any, float | None], reference: Any) -> float | None:

@@ -1,14 +1,17 @@
-"""Reads the tokenizer of a checkpoint with transformers, for programs of harnesses that have it."""
+"""Reads the tokenizer of a checkpoint with transformers, and its config.json, for programs of harnesses."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from refusals import Refused
 
+LANGUAGE_MODELS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Entries of config.json that describe a language model, as in `pools/architectures.py`."""
 _log = logging.getLogger(__name__)
 
 
@@ -32,3 +35,11 @@ def read_tokenizer(folder: str, *, trusted: bool) -> Any:
             remedy=code if "trust_remote_code" in str(error) else files,
         ) from error
     return tokenizer
+
+
+def shape_of(checkpoint: Path) -> dict[str, Any]:
+    """Returns the config.json in a folder, with the entries of its language model in place of the whole's."""
+    shape: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    while part := next((shape.pop(name) for name in LANGUAGE_MODELS if isinstance(shape.get(name), dict)), None):
+        shape = {**shape, **part}
+    return shape

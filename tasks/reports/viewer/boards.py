@@ -160,8 +160,8 @@ _Texts = tuple[str, str, str | None, list[str]]
 class BoardColumns:
     """Everything shown of a board, as far as its samples are read.
 
-    Questions are in the order of the longest column, followed by questions missing in it. For a column in another
-    order, `_places` has the index of each question in that column. `read` and `unreadable` use the keys of `place_of`.
+    Questions are in the order of the longest column, followed by questions missing in it; `_places` has the index of
+    each question in each column. `read` and `unreadable` use the keys of `place_of`.
     """
 
     def __init__(self, board: Board, kept: KeptColumns, *, read: Container[str], unreadable: Mapping[str, str]) -> None:
@@ -242,7 +242,7 @@ class BoardColumns:
         asked: _Texts | None = None
         answers: list[list[Answer]] = []
         for checkpoint, column in enumerate(self._columns):
-            place = self._place(checkpoint, number)
+            place = int(self._places[checkpoint][number])
             if column is None or place == _ABSENT:
                 answers.append([])
                 continue
@@ -285,27 +285,12 @@ class BoardColumns:
     def _spread(self, checkpoint: int, values: np.ndarray, *, absent: int) -> np.ndarray:
         import numpy as np
 
-        places = self._places[checkpoint]
-        spread = np.full(len(self._names), absent, dtype=np.uint8)
-        if places is None:
-            spread[: len(values)] = values
-        else:
-            present = places != _ABSENT
-            spread[present] = values[places[present]]
-        return spread
-
-    def _place(self, checkpoint: int, number: int) -> int:
-        places, column = self._places[checkpoint], self._columns[checkpoint]
-        if places is not None:
-            return int(places[number])
-        return number if column is not None and number < column.size else _ABSENT
+        return np.append(values, np.uint8(absent))[self._places[checkpoint]]  # the last, at `_ABSENT`
 
     def _numbers(self, checkpoint: int, column: HeldColumn) -> Sequence[int]:
         import numpy as np
 
         places = self._places[checkpoint]
-        if places is None:
-            return range(column.size)
         numbers = np.empty(column.size, dtype=np.int64)
         present = np.flatnonzero(places != _ABSENT)
         numbers[places[present]] = present
@@ -318,26 +303,23 @@ class BoardColumns:
 
 def _aligned(
     columns: Sequence[HeldColumn | None], kept: KeptColumns
-) -> tuple[dict[tuple[str, str], str | None], list[np.ndarray | None]]:
+) -> tuple[dict[tuple[str, str], str | None], list[np.ndarray]]:
     import numpy as np
 
     loaded = [column for column in columns if column is not None]
-    if not loaded:
-        return {}, [None] * len(columns)
-    fullest = max(loaded, key=lambda column: column.size)
-    questions = dict.fromkeys([fullest.questions, *(column.questions for column in loaded)])
+    fullest = [max(loaded, key=lambda column: column.size)] if loaded else []
+    questions = dict.fromkeys(column.questions for column in (*fullest, *loaded))
     read = {digest: named_questions(kept.texts(digest)) for digest in questions}
     clusters: dict[tuple[str, str], str | None] = {}
     for part, name, cluster in chain.from_iterable(read.values()):
         clusters.setdefault((part, name), cluster)
     numbers = {name: number for number, name in enumerate(clusters)}
-    places: dict[bytes, np.ndarray | None] = {}
+    nowhere = np.full(len(numbers), _ABSENT, dtype=np.int32)
+    places: dict[bytes, np.ndarray] = {}
     for digest, named in read.items():
-        where = [numbers[part, name] for part, name, _ in named]
-        own = np.full(len(numbers), _ABSENT, dtype=np.int32)
-        own[where] = np.arange(len(where))
-        places[digest] = None if digest == fullest.questions else own
-    return clusters, [places[column.questions] if column is not None else None for column in columns]
+        places[digest] = nowhere.copy()
+        places[digest][[numbers[part, name] for part, name, _ in named]] = np.arange(len(named))
+    return clusters, [places[column.questions] if column is not None else nowhere for column in columns]
 
 
 def _scale(name: str, ends: Sequence[float], board: Board) -> Scale:

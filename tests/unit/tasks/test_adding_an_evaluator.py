@@ -20,7 +20,8 @@ from pools.weights.model_files import digest_model_folder
 from resources.errors import BadInput
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import evaluator_of, harness_environments
-from tasks.records.record import CheckpointReference, read_record
+from tasks.records.details import CheckpointReference
+from tasks.records.record import read_record
 from tasks.records.samples import read_samples
 from tasks.running.attempt import RunResources
 from tasks.running.cells import Cell

@@ -41,19 +41,10 @@ from tasks.errors import BenchmarksChanged, EvaluationInterrupted, RecordUnwritt
 from tasks.evaluators.evaluator import HarnessCommand, Parsed
 from tasks.prefect_server.progress import Notice, Update, listening
 from tasks.records.cost import Cost
-from tasks.records.details import BenchmarkDetails
+from tasks.records.details import BenchmarkDetails, CheckpointReference
 from tasks.records.index import note_record
 from tasks.records.provenance import hardware
-from tasks.records.record import (
-    SCOPE_NAME,
-    CheckpointReference,
-    Counts,
-    FoundRecord,
-    Record,
-    now,
-    read_record,
-    write_record,
-)
+from tasks.records.record import SCOPE_NAME, Counts, FoundRecord, Record, now, read_record, write_record
 from tasks.records.samples import Sample
 from tasks.running.attempt import Interruption, RunResources
 from tasks.running.cells import Cell, standing_record

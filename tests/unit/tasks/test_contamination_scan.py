@@ -24,8 +24,7 @@ from resources.storage import storage
 from tasks.contamination.matching import Overlap, QuestionIndex
 from tasks.contamination.scan import ScanProgress, ScanSettings, scan, scan_part
 from tasks.contamination.texts import ReadingCounts, TextSource, parts_of, texts_in
-from tasks.records.questions.asked import AskedQuestion, asked_in, own_texts, questions_of
-from tasks.records.questions.words import words_of
+from tasks.records.questions.asked import AskedQuestion, asked_in, own_texts, questions_of, words_of
 from tasks.records.samples import Sample
 
 QUESTION = "which of the seven bridges of the old town was built before the river changed its bed"

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fakes.records import make_metric
-from tasks.evaluators.evaluator import Parsed
-from tasks.evaluators.outcome import with_samples
+from tasks.evaluators.evaluator import Parsed, with_samples
 from tasks.records.details import BenchmarkDetails
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample, question_of, read_samples, write_samples

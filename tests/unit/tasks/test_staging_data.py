@@ -16,8 +16,7 @@ from fakes.hub import running_hub
 from resources.errors import BadInput, StorageError
 from resources.settings import settings
 from tasks.offline.shared_copy import MANIFEST, Tree, fill, read_manifest, share
-from tasks.offline.stage import fill_from
-from tasks.offline.texts import TextSource, stage_texts, text_source
+from tasks.offline.stage import TextSource, fill_from, stage_texts, text_source
 from tasks.offline.wanted import Wanted, wanted_by
 from tasks.spec.suites import load_suite, texts_folder
 

@@ -20,7 +20,8 @@ from resources.errors import BackendUnavailable, StorageError
 from resources.jobs.jobs import Command, JobRequest, JobStatus
 from tasks.checkpoints.discovery import Checkpoint
 from tasks.prefect_server.progress import Event, Update, listening
-from tasks.records.record import CheckpointReference, now, write_record
+from tasks.records.details import CheckpointReference
+from tasks.records.record import now, write_record
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.spec.evaluation import EvaluationConfig

@@ -35,9 +35,8 @@ import helm_asking
 import helm_runs
 import helm_unpacking
 from helm_choices import with_smooth_scores
-from model_shape import shape_of
 from refusals import Refused, digest_of, no_chat_template, refusals_into
-from tokenizer_reading import read_tokenizer
+from tokenizer_reading import read_tokenizer, shape_of
 
 DEPLOYMENT_FOLDER = "prod_env"
 DEPLOYMENT = "assay/checkpoint"
