@@ -97,7 +97,7 @@ def scan(
     kept = storage.join(evaluation_path, FOLDER, f"{name}{_PARTS}")
     whole = PartResult()
     done, done_bytes, of_bytes = 0, 0, sum(part.bytes for part in parts)
-    for part, result in _results(parts, index, settings=settings, kept=kept, processes=processes):
+    for part, result in _results(parts, index, kept=kept, processes=processes or len(os.sched_getaffinity(0))):
         whole.add(result)
         done, done_bytes = done + 1, done_bytes + part.bytes
         on_progress(ScanProgress(done, len(parts), done_bytes, of_bytes))
@@ -145,22 +145,22 @@ def scan_part(index: QuestionIndex, part: TextPart) -> PartResult:
 
 
 def _results(
-    parts: Sequence[TextPart], index: QuestionIndex, *, settings: ScanSettings, kept: str, processes: int | None
+    parts: Sequence[TextPart], index: QuestionIndex, *, kept: str, processes: int
 ) -> Iterator[tuple[TextPart, PartResult]]:
     asked = hashlib.sha256(repr([question[2:4] for question in index.questions]).encode()).hexdigest()
-    names = {part: storage.join(kept, f"{_key(part, asked, settings)}.json") for part in parts}
+    names = {part: storage.join(kept, f"{_key(part, asked, index)}.json") for part in parts}
     kept_files = {file.uri for file in storage.list_files(kept)}
     for part in parts:
         if names[part] in kept_files:
             yield part, _parsed(storage.read_bytes(names[part]))
     left = [part for part in parts if names[part] not in kept_files]
-    for part, result in _scanned(left, index, settings=settings, processes=processes or len(os.sched_getaffinity(0))):
+    for part, result in _scanned(left, index, processes=processes):
         storage.write_bytes(names[part], result.as_json())
         yield part, result
 
 
 def _scanned(
-    parts: Sequence[TextPart], index: QuestionIndex, *, settings: ScanSettings, processes: int
+    parts: Sequence[TextPart], index: QuestionIndex, *, processes: int
 ) -> Iterator[tuple[TextPart, PartResult]]:
     if min(processes, len(parts)) < 2:
         yield from ((part, scan_part(index, part)) for part in parts)
@@ -169,7 +169,7 @@ def _scanned(
         max_workers=min(processes, len(parts)),
         mp_context=get_context("spawn"),
         initializer=_begin,
-        initargs=(index.questions, settings),
+        initargs=(index.questions, index.n, index.shortest),
     )
     try:
         futures = {workers.submit(_work, part): part for part in parts}
@@ -180,8 +180,8 @@ def _scanned(
         workers.shutdown(wait=True, cancel_futures=True)
 
 
-def _key(part: TextPart, asked: str, settings: ScanSettings) -> str:
-    follows_from = repr((part, asked, settings.n, settings.shortest, versions()["assay"]))
+def _key(part: TextPart, asked: str, index: QuestionIndex) -> str:
+    follows_from = repr((part, asked, index.n, index.shortest, versions()["assay"]))
     return hashlib.sha256(follows_from.encode()).hexdigest()[:32]
 
 
@@ -218,8 +218,8 @@ def _flags(index: QuestionIndex, findings: dict[int, Overlap], *, threshold: flo
 _indexes: list[QuestionIndex] = []
 
 
-def _begin(questions: Sequence[AskedQuestion], settings: ScanSettings) -> None:
-    _indexes.append(QuestionIndex(questions, n=settings.n, shortest=settings.shortest))
+def _begin(questions: Sequence[AskedQuestion], n: int, shortest: int) -> None:
+    _indexes.append(QuestionIndex(questions, n=n, shortest=shortest))
     parent = parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

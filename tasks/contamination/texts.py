@@ -5,6 +5,7 @@ The files are named directly, or by the configuration of a training.
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -199,16 +200,16 @@ def _parts(file: FileInfo, name: str) -> list[TextPart]:
 
 
 @contextmanager
-def _unpacked(uri: str) -> Iterator[Any]:
+def _unpacked(uri: str) -> Iterator[BinaryIO]:
     import pyarrow
 
     packed = (_ending(uri) or (None, None))[1]
     with storage.opened(uri) as file:
         if packed is None:
-            yield file
+            yield io.BufferedReader(file, _BLOCK_BYTES)  # pyright: ignore[reportArgumentType]
         else:
             with pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), _PACKED[packed]) as stream:
-                yield stream
+                yield io.BufferedReader(stream, _BLOCK_BYTES)
 
 
 def _from_lines(part: TextPart, reading: ReadingCounts) -> Iterator[str]:
@@ -228,32 +229,20 @@ def _from_lines(part: TextPart, reading: ReadingCounts) -> Iterator[str]:
 
 
 def _lines(file: BinaryIO, part: TextPart) -> Iterator[bytes]:
-    at = part.start
-    if part.start > 0:  # a line that continues here belongs to the part before
-        file.seek(part.start - 1)
+    at, is_begun = part.start, part.start == 0
+    if not is_begun:  # a line that continues here belongs to the part before
         at -= 1
-    begun = part.start == 0
-    rest: list[bytes] = []
-    held = 0
-    while block := file.read(_BLOCK_BYTES):
-        *whole, last = block.split(b"\n")
-        for line in whole:
-            length = held + len(line) + 1
-            if begun and (part.end is None or at < part.end):
-                yield b"".join([*rest, line])
-            elif begun:
-                return
-            begun, rest, held, at = True, [], 0, at + length
-        rest.append(last)
-        held += len(last)
-        if held > _LONGEST_LINE_BYTES:
+        file.seek(at)
+    while (part.end is None or at < part.end) and (line := file.readline(_LONGEST_LINE_BYTES + 1)):
+        if len(line) > _LONGEST_LINE_BYTES:
             raise BadInput(
                 expected=f"lines of JSON of at most {_LONGEST_LINE_BYTES:,} bytes in {part.uri}",
                 found=f"a longer line after byte {at:,}",
                 remedy="write a document per line",
             )
-    if begun and held and (part.end is None or at < part.end):
-        yield b"".join(rest)
+        if is_begun:
+            yield line
+        is_begun, at = True, at + len(line)
 
 
 def _from_parquet(part: TextPart, reading: ReadingCounts) -> Iterator[str]:

@@ -127,11 +127,7 @@ class Answered(BaseModel):
 
 
 def read_answered(content: str) -> list[Answered]:
-    """Returns the answered questions in order.
-
-    Raises:
-        ValueError: a line is not an answered question.
-    """
+    """Returns the answered questions in order; raises `ValueError` for other lines."""
     return [Answered.model_validate_json(line) for line in content.splitlines()]
 
 

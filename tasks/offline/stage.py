@@ -44,15 +44,12 @@ from tasks.spec.suites import texts_folder
 _PROGRAMS = Path(__file__).parent / "programs"
 _JOB_FILE = "job.json"
 _PROBLEMS = "problems.json"
-_FETCH = {
-    "HF_HUB_OFFLINE": "0",
-    "HF_DATASETS_OFFLINE": "0",
+_VARIABLES = {
     # A benchmark that runs code executes a line of its own when it is loaded.
     "HF_ALLOW_CODE_EVAL": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-_PROVE = {**_FETCH, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 _ALL_LINES = 1_000_000
 
 
@@ -99,12 +96,12 @@ def stage(
             if not any(asked.values()):
                 continue
             python = ensure_environment(environment, on_progress=on_event).python
-            failures = _run(python, program, "fetch", {**job, **asked}, variables=_FETCH, on_event=on_event)
+            failures = _run(python, program, "fetch", {**job, **asked}, on_event=on_event)
             staged = read_manifest(str(manifest.parent)) or {}
             if prove:
                 on_event("loading everything without a network")
                 fetched = {part: _without(names, failures) for part, names in asked.items()}
-                unproved = _run(python, program, "prove", {**job, **fetched}, variables=_PROVE, on_event=on_event)
+                unproved = _run(python, program, "prove", {**job, **fetched}, on_event=on_event)
                 staged |= {part: _without(staged.get(part, {}), unproved) for part in parts}
                 _write(manifest, staged)
                 failures |= unproved
@@ -149,7 +146,7 @@ def fill_from(
                 found=f"not there: {', '.join(lacking.names)}",
                 remedy="add it with `assay stage … --target` on a machine that reaches the hub",
             )
-        parts = {part: copy.get(part, {}) if required is None else chosen_of(part, copy, required) for part in PARTS}
+        parts = {part: copy.get(part, {}) for part in PARTS} if required is None else chosen_of(copy, required)
         if copy and all(
             staged.get(part, {}).get(name) == entry for part, all_ in parts.items() for name, entry in all_.items()
         ):
@@ -199,15 +196,9 @@ def _without(names: Any, left_out: Mapping[str, str]) -> Any:
 
 
 def _run(
-    python: Path,
-    program: str,
-    action: str,
-    job: dict[str, Any],
-    *,
-    variables: dict[str, str],
-    on_event: Callable[[str], None],
+    python: Path, program: str, action: str, job: dict[str, Any], *, on_event: Callable[[str], None]
 ) -> dict[str, str]:
-    name = f"stage-{secrets.token_hex(4)}"
+    name, offline = f"stage-{secrets.token_hex(4)}", "1" if action == "prove" else "0"
     folder = (settings().cache_dir / "staging" / name).absolute()
     folder.mkdir(parents=True)
     problems, job_file = folder / _PROBLEMS, folder / _JOB_FILE
@@ -219,7 +210,7 @@ def _run(
         environment=create_environment(
             workspace=folder,
             python=python,
-            env_vars={**cache_variables(), **variables},
+            env_vars={**cache_variables(), **_VARIABLES, "HF_HUB_OFFLINE": offline, "HF_DATASETS_OFFLINE": offline},
             inherited=inheritance.NATIVE_HARNESS,
         ),
         max_retries_preemption=0,

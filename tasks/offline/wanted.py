@@ -76,9 +76,8 @@ def missing_of(required: Wanted, staged: dict[str, Any], *, refresh: bool) -> Wa
     return Wanted(**{part.name: lacking(part.name) for part in fields(Wanted)})
 
 
-def chosen_of(part: str, copy: dict[str, Any], required: Wanted) -> dict[str, Any]:
-    """Returns the entries in a part of a manifest that are wanted, or components of wanted data."""
-    content: dict[str, Any] = copy.get(part, {})
+def chosen_of(copy: dict[str, Any], required: Wanted) -> dict[str, dict[str, Any]]:
+    """Returns the entries in each part of a manifest that are wanted, or components of wanted data."""
     entries = [copy.get("helm", {}).get(name, {}) for name in required.helm]
     used = [copy.get("benchmarks", {}).get(name, {}) for name in required.benchmarks]
     names = {
@@ -91,8 +90,8 @@ def chosen_of(part: str, copy: dict[str, Any], required: Wanted) -> dict[str, An
         "files_of_datasets": set(required.files_of_datasets),
         "helm": set(required.helm),
         "scenarios": {name for entry in entries for name in entry.get("scenarios", ())},
-    }[part]
-    return {name: entry for name, entry in content.items() if name in names}
+    }
+    return {part: {name: entry for name, entry in copy.get(part, {}).items() if name in names[part]} for part in PARTS}
 
 
 def _asks_official_set(evaluation: SuiteEvaluation) -> bool:

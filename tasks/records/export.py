@@ -15,8 +15,8 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from resources.storage import storage
-from tasks.records.details import BenchmarkDetails, integrity
-from tasks.records.record import Counts, Metric, Record
+from tasks.records.details import BenchmarkDetails
+from tasks.records.record import Counts, Metric, Record, integrity
 from tasks.records.search import RecordFilter
 
 ExportFormat = Literal["csv", "jsonl", "parquet"]

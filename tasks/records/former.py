@@ -14,9 +14,9 @@ from contextlib import suppress
 from pools.weights.merges import merge_of
 from pools.weights.overrides import override_of
 from resources.storage import storage
-from tasks.records.details import CheckpointReference, broken_seal
+from tasks.records.details import CheckpointReference
 from tasks.records.index import note_record
-from tasks.records.record import Record, read_record, write_record
+from tasks.records.record import Record, broken_seal, read_record, write_record
 from tasks.records.samples import SAMPLES_NAME
 from tasks.spec.labels import folder_of
 from tasks.spec.names import name_of, parts_of

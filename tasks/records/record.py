@@ -2,11 +2,13 @@
 
 Records are stored at `<evaluation_path>/<run>/step-<N>/<evaluator>/<cell>/record.json`, next to a folder of harness
 output for each attempt. The name of a cell's folder has a hash of evaluation and weights, so rewritten checkpoints and
-changed evaluations get new folders.
+changed evaluations get new folders. Their seal is a digest that reveals changes, and a signature if the team has a key.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import secrets
 from collections.abc import Iterable, Sequence
@@ -18,6 +20,7 @@ from typing import Literal
 from pydantic import AwareDatetime, Field, FiniteFloat, ValidationError, model_validator
 
 from resources.errors import IrregularFile, RecordStatus, StorageError
+from resources.settings import settings
 from resources.storage import storage
 from resources.storage.conditional_writes import read_version, replace_bytes
 from tasks.records.cost import Cost, Spent, spent_on
@@ -33,7 +36,6 @@ from tasks.records.details import (
     Whole,
     bounded,
     misplaced,
-    seal,
     together,
 )
 
@@ -346,3 +348,44 @@ def find_records(evaluation_path: str, *, rejected: dict[str, str] | None = None
 def read_records(evaluation_path: str) -> list[Record]:
     """Returns all readable records below a folder, in the order of `find_records`."""
     return [entry.record for entry in find_records(evaluation_path)]
+
+
+def seal(record: Record) -> Digests:
+    """Returns the record's digests with a digest of its content and, if this machine has the key, a signature."""
+    content = _content(record)
+    digest = hashlib.sha256(content).hexdigest()
+    return record.digests.model_copy(update={"record": digest, "signature": _signature(content)})
+
+
+def broken_seal(record: Record) -> str | None:
+    """Returns the evidence that a record was changed, formatted; None if there is none.
+
+    If this machine has a key, a missing signature is evidence too.
+    """
+    content, kept = _content(record), record.digests
+    signature = _signature(content)
+    if kept.record is None:
+        return "record.json has no digest, which records are written with"
+    if kept.record != hashlib.sha256(content).hexdigest():
+        return "record.json was changed after it was written: its digest is that of another content"
+    if signature is None or (kept.signature and hmac.compare_digest(signature, kept.signature)):
+        return None
+    return "record.json " + (
+        "was signed with another key, or changed" if kept.signature else "is not signed, and ASSAY_RECORDS_KEY is set"
+    )
+
+
+def integrity(record: Record) -> Literal["intact", "changed"]:
+    """Returns the integrity of a record by its own digests."""
+    return "changed" if broken_seal(record) else "intact"
+
+
+def _content(record: Record) -> bytes:
+    written = json.loads(record.model_dump_json(exclude={"sinks", "digests"}, exclude_defaults=True))
+    written |= {"schema_version": record.schema_version, "samples_digest": record.digests.samples}
+    return json.dumps(written, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _signature(content: bytes) -> str | None:
+    key = settings().records_key
+    return hmac.new(key.get_secret_value().encode(), content, hashlib.sha256).hexdigest() if key else None

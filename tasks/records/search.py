@@ -110,10 +110,6 @@ def records_of_checkpoints(
     A text is a `NAME` as in records (run-a-2000), `RUN@STEP`, `RUN@LABEL`, the name of a merged checkpoint
     (`mean(RUN@last:5)`), the folder or file of a record, or `PATH:NAME` for a checkpoint with records below another
     folder than `evaluation_path`. `rejected` receives the cells with a record that does not count, and why.
-
-    Raises:
-        BadInput: there is no such record or checkpoint, the name is ambiguous, or the record in the folder does not
-            count.
     """
     find = cache(partial(find_records, rejected=rejected))
     return [_of_checkpoint(text, evaluation_path=evaluation_path, find=find) for text in texts]

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from resources.errors import StorageError
 from resources.storage import storage
-from tasks.records.details import broken_seal
 from tasks.records.index import FOLDER, indexed_cells
-from tasks.records.record import QUALIFICATIONS_FOLDER, RECORD_NAME, SCOPE_NAME, FoundRecord
+from tasks.records.record import QUALIFICATIONS_FOLDER, RECORD_NAME, SCOPE_NAME, FoundRecord, broken_seal
 from tasks.records.samples import SAMPLES_NAME, KeptSamples, agrees, given, kept_samples
 from tasks.records.verdicts import EARLY_NAME
 

@@ -19,10 +19,9 @@ from resources.errors import IrregularFile
 from resources.storage import storage
 from tasks.records.builds import Qualification, read_qualifications
 from tasks.records.current import how_merged
-from tasks.records.details import integrity
 from tasks.records.numbers import NOTHING, margin, measured
 from tasks.records.questions.flags import Flags, read_flags
-from tasks.records.record import Record
+from tasks.records.record import Record, integrity
 from tasks.records.search import RecordFilter
 from tasks.records.verdicts import NOT_COVERED, EarlyVerdict, find_early
 from tasks.reports.charts import chart_of, noise_note, summary_rows, wavering
@@ -30,7 +29,6 @@ from tasks.reports.contamination import contamination_view, searched
 from tasks.reports.parts import (
     alert_lines,
     alert_parts,
-    asked_in_several_ways,
     cost_part,
     early_parts,
     evaluator_parts,
@@ -242,7 +240,7 @@ def render_report(
         not_covered=NOT_COVERED,
         whole=lambda columns, run: summary_rows(results, columns, run),
         cost=cost_part(results.records) if results.records else None,
-        several_ways=asked_in_several_ways(results),
+        several_ways=list(dict.fromkeys(f"{c.benchmark} · {c.metric}" for c in results.columns if c.settings)),
         remarks=remarks,
         remarks_on=remarks_on,
         mark=lambda checkpoint, column: mark(results, checkpoint, column),

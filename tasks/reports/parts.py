@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from resources.errors import StorageError
 from resources.storage import storage
 from tasks.records.cost import Cost, Spent, sum_of
-from tasks.records.details import CheckpointReference, integrity
+from tasks.records.details import CheckpointReference
 from tasks.records.numbers import NOTHING, evaluator_place, measured
-from tasks.records.record import Counts, FoundRecord, Record
+from tasks.records.record import Counts, FoundRecord, Record, integrity
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.records.search import found_below
 from tasks.records.verdicts import EarlyScore, EarlyVerdict, decided_words
@@ -159,12 +159,6 @@ def remarks(counts: Sequence[Counts | None]) -> list[str]:
     """Returns the remarks on counted questions; empty if all prompts were complete, and all answers judged."""
     totals = Counter({name: sum(getattr(count, name) for count in counts if count) for name in _REMARKS})
     return [f"{total:,} {_REMARKS[name]}" for name, total in totals.items() if total]
-
-
-def asked_in_several_ways(results: Results) -> list[str]:
-    """Returns the names of metrics measured with several settings, each of which has its own column."""
-    named = (f"{column.benchmark} · {column.metric}" for column in results.columns if column.settings)
-    return list(dict.fromkeys(named))
 
 
 def same(records: Sequence[Record], value_of: Callable[[Record], Any]) -> list[Group]:

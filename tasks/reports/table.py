@@ -13,9 +13,9 @@ from itertools import groupby
 
 from tasks.records.builds import BuildChange, Qualification, build_changes
 from tasks.records.current import current_records, newest_of_each_hash, told_apart, trained_run, words_of_settings
-from tasks.records.details import BenchmarkDetails, CheckpointReference, broken_seal
+from tasks.records.details import BenchmarkDetails, CheckpointReference
 from tasks.records.numbers import NOTHING, arrow, between, evaluator_place, interval, margin, measured
-from tasks.records.record import Metric, Record
+from tasks.records.record import Metric, Record, broken_seal
 from tasks.records.search import RecordFilter
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.labels import Order

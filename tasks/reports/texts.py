@@ -15,9 +15,8 @@ from rich.text import Text
 
 from resources.storage import storage
 from tasks.records.current import how_merged
-from tasks.records.details import integrity
 from tasks.records.numbers import NOTHING
-from tasks.records.record import Counts, Record
+from tasks.records.record import Counts, Record, integrity
 from tasks.records.search import found_below
 from tasks.records.verdicts import Reason, Verdict
 from tasks.spec.evaluators import evaluator_title

@@ -13,9 +13,9 @@ from pools.weights.merges import Merge
 from resources.errors import RecordStatus
 from resources.storage import storage
 from tasks.records.builds import Build, Qualification, QualifiedBenchmark, QualifiedMetric, Verdict
-from tasks.records.details import CheckpointReference, Digests, MergedInput, MergeReference, cell_place, seal
+from tasks.records.details import CheckpointReference, Digests, MergedInput, MergeReference, cell_place
 from tasks.records.provenance import versions
-from tasks.records.record import Counts, Metric, Record, SinkState, write_record
+from tasks.records.record import Counts, Metric, Record, SinkState, seal, write_record
 from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
 from tasks.spec.labels import slug_of
 

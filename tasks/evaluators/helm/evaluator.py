@@ -84,8 +84,7 @@ def check_entries(config: EvaluationConfig, python: Path) -> None:
                 raise _unknown(
                     task.name, {*own, *known.entries}, place=f"HELM, or a benchmark in {benchmarks_uri(config)}"
                 )
-            _check_arguments(task, known)
-            _check_needed(task, known)
+            _check_arguments(task, known, whole=True)
         return
     present = _names_in(path, python)
     for name in sorted(present - set(known.entries)):
@@ -95,7 +94,7 @@ def check_entries(config: EvaluationConfig, python: Path) -> None:
             continue
         if task.name not in present:
             raise _unknown(task.name, present, place=path)
-        _check_arguments(task, known)
+        _check_arguments(task, known, whole=False)
 
 
 def read_entries_file(uri: str) -> bytes:
@@ -105,23 +104,19 @@ def read_entries_file(uri: str) -> bytes:
     return storage.read_bytes(uri, within="/")
 
 
-def _check_needed(task: EvalTaskConfig, known: _Known) -> None:
-    needed = known.entries[task.name].needed
-    missing = [name for name in needed if name not in task.task_kwargs]
-    if missing:
-        raise BadInput(
-            expected=f"all arguments that {task.name} needs: {', '.join(needed)}",
-            found=f"none for {', '.join(missing)}",
-            remedy="Give them in task_kwargs",
-        )
-
-
-def _check_arguments(task: EvalTaskConfig, known: _Known) -> None:
+def _check_arguments(task: EvalTaskConfig, known: _Known, *, whole: bool) -> None:
     entry = known.entries[task.name]
     own = [*entry.needed, *entry.optional]
     for name in [] if entry.any else sorted(set(task.task_kwargs) - {*own, *known.expanders}):
         expected = f"arguments of {task.name} ({', '.join(own) or 'none'}) or of every run entry"
         raise unknown(expected, name, [*own, *known.expanders], "Correct task_kwargs")
+    missing = [name for name in entry.needed if whole and name not in task.task_kwargs]
+    if missing:
+        raise BadInput(
+            expected=f"all arguments that {task.name} needs: {', '.join(entry.needed)}",
+            found=f"none for {', '.join(missing)}",
+            remedy="Give them in task_kwargs",
+        )
 
 
 def _unknown(name: str, known: Iterable[str], *, place: str) -> BadInput:

@@ -170,10 +170,9 @@ _Arguments = list[list[Any]]
 
 def read_samples(run: Run, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
     """Yields every question of the run in `output`, then the questions skipped because of too long prompts."""
-    plan, results, ends = run.plan, run.results, run.asked.ends
     evals = {task.metric_key: task for task in config.evals}
-    by_name = {name: evals[key] for key, tasks in plan.benchmarks.items() for name in tasks}
-    for name, task in plan.tasks.items():
+    by_name = {name: evals[key] for key, tasks in run.plan.benchmarks.items() for name in tasks}
+    for name, task in run.plan.tasks.items():
         by_question: dict[str, list[Mapping[str, Any]]] = {}
         for line in run.samples_of(name):
             by_question.setdefault(_id(line), []).append(line)
@@ -181,18 +180,7 @@ def read_samples(run: Run, output: Path, config: EvaluationConfig) -> Iterator[S
         asked = by_name[name]
         clusters = clusters_of((asked.name, name), docs, cluster_by=asked.cluster_by)
         for number, lines in by_question.items():
-            given = lines[0].get("doc_id")
-            document = given if isinstance(given, int) else -1
-            end = ends.get(name, {}).get(document, Ends())
-            before = task.contexts.get(document, 0)
-            yield _sample(name, number, lines, task.output_type, results, before=before).model_copy(
-                update={
-                    "cluster": clusters.get(number),
-                    "finish": end.finish,
-                    "tokens": end.tokens[0] if end.tokens else None,
-                    "truncated": document in task.truncated_questions,
-                }
-            )
+            yield _sample(name, number, lines, task, run, cluster=clusters.get(number))
     for line in sample_lines(output / SKIPPED_NAME):
         yield Sample(
             benchmark=str(line.get("benchmark")),
@@ -210,9 +198,12 @@ def _id(line: Mapping[str, Any]) -> str:
 
 
 def _sample(
-    name: str, number: str, lines: list[Mapping[str, Any]], output_type: str, results: Results, *, before: int
+    name: str, number: str, lines: list[Mapping[str, Any]], task: PlannedTask, run: Run, *, cluster: str | None
 ) -> Sample:
-    first = lines[0]
+    first, output_type = lines[0], task.output_type
+    given = first.get("doc_id")
+    document = given if isinstance(given, int) else -1
+    end, before = run.asked.ends.get(name, {}).get(document, Ends()), task.contexts.get(document, 0)
     arguments, answers = _arguments(first), _answers(first)
     response, target = "", str(first.get("target"))
     weighed = tuple(map(_log_probability, answers)) if output_type != "generate_until" else ()
@@ -234,8 +225,12 @@ def _sample(
         prompt=prompt[max(before, 0) :],
         output=response,
         target=None if output_type == "loglikelihood_rolling" else target,
-        scores=_scores(name, lines, results),
-        ratios=_ratios(name, lines, results),
+        scores=_scores(name, lines, run.results),
+        ratios=_ratios(name, lines, run.results),
+        cluster=cluster,
+        finish=end.finish,
+        tokens=end.tokens[0] if end.tokens else None,
+        truncated=document in task.truncated_questions,
         log_likelihoods=weighed if all(map(math.isfinite, weighed)) else (),
         choices=tuple(choices),
         context=prompt[: max(before, 0)],
@@ -329,10 +324,7 @@ def _score(metric: str, value: Any) -> float | None:
 def clusters_of(names: Sequence[str], docs: Mapping[str, Any], *, cluster_by: str | None) -> dict[str, str]:
     """Returns the clusters of a benchmark's questions, by question; leaves out questions that share none.
 
-    Args:
-        names: the harness's of the benchmark, and those it is published under.
-        docs: document of each question.
-        cluster_by: field that the configuration names.
+    `names` are the harness's, and those it is published under; `docs` has the document of each question.
     """
     fields = [cluster_by] if cluster_by else _fields(names)
     for field in fields:

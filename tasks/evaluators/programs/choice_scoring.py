@@ -190,6 +190,8 @@ class Scorer:
     on_weighed: Callable[[int], object] = lambda count: None
     outcome: Outcome = field(default_factory=Outcome)
     _remembered: int = 0  # audits of this evaluation that are already stored: batches add to them
+    _choices: Sequence[Choice] = ()
+    _rows: list[Sequence[Row]] = field(default_factory=list)
 
     async def weigh(self, choices: Sequence[Choice]) -> list[Sequence[Row]] | None:
         """Returns the token log-probs of all choices, in order; None, with a reason in `outcome`, to echo all."""
@@ -197,7 +199,7 @@ class Scorer:
         if known["reason"]:
             self.outcome.reason = known["reason"]
             return None
-        rows: list[Sequence[Row]] = [()] * len(choices)
+        self._choices, self._rows = choices, [()] * len(choices)
         short = {choice.context for choice in choices if self._costs_less_to_echo(choice)}
         fitting = [p for p, choice in enumerate(choices) if choice.context not in short and self._fits(choice)]
         if short and not fitting:
@@ -210,14 +212,14 @@ class Scorer:
         try:
             for part in (True, False):
                 places = [place for place in fitting if (choices[place].context in first) is part]
-                await self._weigh(choices, places, rows, audited=first if part else later)
-            await self._echo(choices, odd, rows)
+                await self._weigh(places, audited=first if part else later)
+            await self._each_echo(odd, self._set)
         except (Differing, NotTakenError) as finding:
             self._distrust(finding)
             return None
         self.trust.remember(self.outcome.audited - self._remembered, None)
         self.outcome.way = CACHED
-        return rows
+        return self._rows
 
     def _fits(self, choice: Choice) -> bool:
         read = len(choice.context) + (len(choice.continuation) if len(choice.continuation) > 1 else 0)
@@ -227,14 +229,8 @@ class Scorer:
         several = self.echoed_at_once > 1
         return several and len(choice.continuation) > 1 and len(choice.context) < LEAST_CONTEXT
 
-    async def _weigh(
-        self,
-        choices: Sequence[Choice],
-        places: Sequence[int],
-        rows: list[Sequence[Row]],
-        *,
-        audited: set[tuple[int, ...]],
-    ) -> None:
+    async def _weigh(self, places: Sequence[int], *, audited: set[tuple[int, ...]]) -> None:
+        choices = self._choices
         first: dict[int, Row] = {}
         missing: list[int] = []
 
@@ -245,7 +241,7 @@ class Scorer:
                 for place in step.choices:
                     first[place] = labelled[choices[place].continuation[0]]
                     if len(choices[place].continuation) == 1:
-                        self._set(rows, place, [first[place]])
+                        self._set(place, [first[place]])
                 return
             tokens, start = (*step.context, *step.continuation), len(step.context) + 1
             rest = await self.ask(path, body, lambda answer: prompt_rows(answer, tokens, start))
@@ -253,23 +249,18 @@ class Scorer:
                 missing.extend(step.choices)
                 return
             for place in step.choices:
-                self._set(rows, place, [first[place], *rest])
+                self._set(place, [first[place], *rest])
 
         most_added = self.kv_cache_tokens // CACHE_SHARE if self.kv_cache_tokens else None
         await in_order(plan(choices, places), ask, most_requests=self.most_requests, most_added=most_added)
-        await self._echo(choices, missing, rows)
+        await self._each_echo(missing, self._set)
         compared = [place for place in places if choices[place].context in audited]
         self.outcome.audited += len({choices[place].context for place in compared})
-        await self._each_echo(choices, compared, lambda place, echoed: self._compare(rows[place], echoed))
+        await self._each_echo(compared, self._compare)
 
-    async def _echo(self, choices: Sequence[Choice], places: Sequence[int], rows: list[Sequence[Row]]) -> None:
-        await self._each_echo(choices, places, lambda place, echoed: self._set(rows, place, echoed))
-
-    async def _each_echo(
-        self, choices: Sequence[Choice], places: Sequence[int], take: Callable[[int, Sequence[Row]], None]
-    ) -> None:
+    async def _each_echo(self, places: Sequence[int], take: Callable[[int, Sequence[Row]], None]) -> None:
         async def ask(step: Step) -> None:
-            echoed = await self.echo([choices[place] for place in step.choices])
+            echoed = await self.echo([self._choices[place] for place in step.choices])
             for place, choice_rows in zip(step.choices, echoed, strict=True):
                 take(place, choice_rows)
 
@@ -278,12 +269,12 @@ class Scorer:
         steps = [Step((), (), (), batch, None, 0) for batch in together]
         await in_order(steps, ask, most_requests=self.most_requests, most_added=None)
 
-    def _set(self, rows: list[Sequence[Row]], place: int, choice_rows: Sequence[Row]) -> None:
-        rows[place] = choice_rows
+    def _set(self, place: int, choice_rows: Sequence[Row]) -> None:
+        self._rows[place] = choice_rows
         self.on_weighed(1)
 
-    def _compare(self, cached: Sequence[Row], echoed: Sequence[Row]) -> None:
-        difference = largest_difference(cached, echoed)
+    def _compare(self, place: int, echoed: Sequence[Row]) -> None:
+        difference = largest_difference(self._rows[place], echoed)
         self.outcome.largest_difference = max(self.outcome.largest_difference or 0.0, difference)
         if difference > self.trust.bound:
             raise Differing(difference)

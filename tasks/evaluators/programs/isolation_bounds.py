@@ -56,12 +56,7 @@ class Kernel:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function of the C library.
-
-        Raises:
-            NotIsolated: the call fails.
-            OSError: the call fails because too many resources are open at the moment.
-        """
+        """Calls a function of the C library; on a failure raises NotIsolated, or OSError if that may pass."""
         if getattr(self._libc, name)(*arguments) != 0:
             error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             shown = " ".join(part.decode(errors="replace") for part in arguments if isinstance(part, bytes))
@@ -111,8 +106,7 @@ class Kernel:
     def refuse_calls(self) -> None:
         """Leaves the user's session keyring, and makes the kernel refuse some system calls from now on.
 
-        Raises:
-            NotIsolated: the system calls of this machine are unknown, or the kernel has no such filter.
+        Raises NotIsolated if the system calls of this machine are unknown, or the kernel has no such filter.
         """
         if platform.machine() not in _CALLS:
             raise NotIsolated(f"no list of system calls of {platform.machine()}")

@@ -7,12 +7,13 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 REFUSAL_NAME = "refused.json"
+SAME_WARNINGS = 20
 
 
 class Refused(Exception):
@@ -83,14 +84,13 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def few_of_each_kind(same_warnings: int = 20) -> logging.Filter:
+def few_of_each_kind() -> Callable[[logging.LogRecord], bool]:
     """Returns a filter for the first messages of a kind: harnesses log several per request, prompts included."""
     seen: Counter[str] = Counter()
 
-    class Few(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            kind = str(record.msg)[:24]
-            seen[kind] += 1
-            return seen[kind] <= same_warnings
+    def is_among_the_first(record: logging.LogRecord) -> bool:
+        kind = str(record.msg)[:24]
+        seen[kind] += 1
+        return seen[kind] <= SAME_WARNINGS
 
-    return Few()
+    return is_among_the_first

@@ -77,17 +77,14 @@ _CONNECTIONS = 512  # to the endpoint at once; their buffers use the machine's m
 def main(arguments: list[str]) -> None:
     """Prepares, isolates and runs the command, and exits with its exit code."""
     specification = json.loads(Path(arguments[0]).read_text())
-    command = arguments[1:]
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # also limits descriptors in flight of the whole user
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if specification["prepare"] and (code := subprocess.run(specification["prepare"], check=False).returncode):
         sys.exit(code if code > 0 else 128 - code)
-    environment = {
-        name: value for name, value in os.environ.items() if name in specification["variables"]
-    } | specification["given"]
+    environment = {name: value for name, value in os.environ.items() if name in specification["variables"]}
+    specification |= {"command": arguments[1:], "environment": environment | specification["given"]}
     ours, theirs = socket.socketpair()
-    root = Path(specification["root"])
-    root.mkdir(exist_ok=True)
+    Path(specification["root"]).mkdir(exist_ok=True)
     group = make_group(specification["memory_bytes"])
     log, log_end = os.pipe()
     child = os.fork()
@@ -95,7 +92,7 @@ def main(arguments: list[str]) -> None:
         ours.close()
         os.dup2(log_end, 1)
         os.dup2(log_end, 2)
-        _in_child(lambda: _isolate(specification, command, environment, theirs, root, group))
+        _in_child(lambda: _isolate(specification, theirs, group))
     theirs.close()
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     word, listeners, _, _ = socket.recv_fds(ours, 4096, 1)
@@ -107,7 +104,7 @@ def main(arguments: list[str]) -> None:
             pass_log_on(log)
             remove_group(group)
             sys.exit("isolation: its first process ended before the command began; see the line above")
-        child = _without_namespaces(specification, command, environment, log_end, group, why=why)
+        child = _without_namespaces(specification, log_end, group, why=why)
     os.close(log_end)
     passing = threading.Thread(target=pass_log_on, args=(log,), daemon=True)
     passing.start()
@@ -129,15 +126,7 @@ def _in_child(action: Callable[[], None]) -> NoReturn:
     os._exit(1)
 
 
-def _without_namespaces(
-    specification: dict[str, Any],
-    command: list[str],
-    environment: dict[str, str],
-    log: int,
-    group: Path | None,
-    *,
-    why: str,
-) -> int:
+def _without_namespaces(specification: dict[str, Any], log: int, group: Path | None, *, why: str) -> int:
     if specification["required"]:
         remove_group(group)
         refusal = {
@@ -157,27 +146,21 @@ def _without_namespaces(
         os.dup2(log, 1)
         os.dup2(log, 2)
         enter(group)
-        _in_child(lambda: _execute(specification, command, environment))
+        _in_child(lambda: _execute(specification))
     return child
 
 
-def _execute(specification: dict[str, Any], command: list[str], environment: dict[str, str]) -> NoReturn:
+def _execute(specification: dict[str, Any]) -> NoReturn:
     os.setsid()
     # The device of this mount namespace: root could change the mode of the machine's.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     bound_process(specification)
     os.closerange(3, 1 << 20)  # descriptors that parent processes left open
-    os.execvpe(command[0], command, environment)
+    command = specification["command"]
+    os.execvpe(command[0], command, specification["environment"])
 
 
-def _isolate(
-    specification: dict[str, Any],
-    command: list[str],
-    environment: dict[str, str],
-    outside: socket.socket,
-    root: Path,
-    group: Path | None,
-) -> None:
+def _isolate(specification: dict[str, Any], outside: socket.socket, group: Path | None) -> None:
     try:
         kernel = Kernel()
         user, users = os.getuid(), os.getgid()
@@ -200,7 +183,7 @@ def _isolate(
     first = os.fork()
     if first == 0:
         enter(group)
-        _in_child(lambda: _be_first(kernel, specification, command, environment, outside, listener, root, begun))
+        _in_child(lambda: _be_first(kernel, specification, outside, listener, begun))
     for end in (listener.detach(), outside.detach(), begun):
         os.close(end)
     if os.read(ready, 1):  # from here on /proc shows the isolated processes
@@ -221,19 +204,12 @@ def _watch(first: int, specification: dict[str, Any]) -> NoReturn:
 
 
 def _be_first(
-    kernel: Kernel,
-    specification: dict[str, Any],
-    command: list[str],
-    environment: dict[str, str],
-    outside: socket.socket,
-    listener: socket.socket,
-    root: Path,
-    begun: int,
+    kernel: Kernel, specification: dict[str, Any], outside: socket.socket, listener: socket.socket, begun: int
 ) -> None:
     kernel.call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     folder = Path.cwd()
     try:
-        _furnish(kernel, specification, root)
+        _furnish(kernel, specification)
         os.chdir(folder)
         kernel.give_up_rights()
         kernel.refuse_calls()
@@ -249,7 +225,7 @@ def _be_first(
     child = os.fork()
     if child == 0:
         bound_tasks(specification["tasks"])
-        _in_child(lambda: _execute(specification, command, environment))
+        _in_child(lambda: _execute(specification))
     while (ended := os.wait())[0] != child:
         pass
     _end_as(ended[1])
@@ -276,7 +252,8 @@ def _listener(endpoint: str) -> socket.socket:
     return socket.create_server((own, port), backlog=256)
 
 
-def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
+def _furnish(kernel: Kernel, specification: dict[str, Any]) -> None:
+    root = Path(specification["root"])
     kernel.mount("none", Path("/"), flags=REC | _PRIVATE)
     kernel.mount("tmpfs", root, kind="tmpfs", flags=NOSUID | NODEV, data=_SCRATCH)
     for name in _SYSTEM:

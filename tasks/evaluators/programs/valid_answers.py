@@ -52,10 +52,8 @@ def later_hooks() -> dict[str, list[Any]]:
 def parsed(body: bytes) -> tuple[Any, int]:
     """Returns an answer's JSON with U+FFFD in place of halves of surrogate pairs, and the number of these halves.
 
-    Files cannot hold such halves. Answers that had any are counted in `Unanswered.as_values`.
-
-    Raises:
-        ValueError: the body is not JSON.
+    Files cannot hold such halves. Answers that had any are counted in `Unanswered.as_values`. Other bodies than JSON
+    raise `ValueError`.
     """
     answer = json.loads(body)
     if not _MAYBE_HALF.search(body):  # saves encoding echoes of long texts again
@@ -162,11 +160,9 @@ def _check_reply(reply: Any) -> None:
 
 
 def check(asked: dict[str, Any], answer: dict[str, Any]) -> None:
-    """Checks that an answer has the choices that its prompt or conversation requested.
+    """Checks that an answer has the choices that its prompt or conversation requested; raises Malformed if not.
 
-    Raises:
-        Malformed: the choices do not fit the request.
-        ValueError, TypeError, AttributeError, LookupError: the answer has another structure.
+    Other structures raise `ValueError`, `TypeError`, `AttributeError` or `LookupError`.
     """
     choices = answer["choices"]
     if sorted(choice["index"] for choice in choices) != list(range(asked.get("n") or 1)):

@@ -20,8 +20,8 @@ from tasks.records.current import (
     told_apart,
     words_of_settings,
 )
-from tasks.records.details import CheckpointReference, broken_seal
-from tasks.records.record import FoundRecord, Metric, Record
+from tasks.records.details import CheckpointReference
+from tasks.records.record import FoundRecord, Metric, Record, broken_seal
 from tasks.reports.viewer.columns import (
     NO_SCORE,
     UNSCORED,
@@ -35,7 +35,7 @@ from tasks.reports.viewer.columns import (
     ViewedQuestion,
     as_bytes,
 )
-from tasks.reports.viewer.kept import HeldColumn, KeptColumns, named_questions, place_of
+from tasks.reports.viewer.kept import HeldColumn, KeptColumns, place_of
 from tasks.reports.viewer.reading import BLOCK
 from tasks.spec.evaluators import evaluator_title
 
@@ -274,8 +274,8 @@ class BoardColumns:
                     return Found(sorted(in_questions), sorted(in_answers), complete=False)
                 if (numbers[block * BLOCK], digest) not in seen:
                     seen.add((numbers[block * BLOCK], digest))
-                    for row, texts in _rows_with(self._kept.texts(digest), escaped):
-                        if any(folded in part.casefold() for part in _flat(texts)):
+                    for row, (context, prompt, target, choices) in _rows_with(self._kept.texts(digest), escaped):
+                        if any(folded in part.casefold() for part in (context, prompt, target or "", *choices)):
                             in_questions.add(numbers[block * BLOCK + row])
                 for row, answers in _rows_with(self._kept.answers(column, block), escaped):
                     if any(folded in answer["output"].casefold() for answer in answers):
@@ -309,7 +309,7 @@ def _aligned(
     loaded = [column for column in columns if column is not None]
     fullest = [max(loaded, key=lambda column: column.size)] if loaded else []
     questions = dict.fromkeys(column.questions for column in (*fullest, *loaded))
-    read = {digest: named_questions(kept.texts(digest)) for digest in questions}
+    read = {digest: orjson.loads(kept.texts(digest)) for digest in questions}  # benchmark, id and cluster of each
     clusters: dict[tuple[str, str], str | None] = {}
     for part, name, cluster in chain.from_iterable(read.values()):
         clusters.setdefault((part, name), cluster)
@@ -337,8 +337,3 @@ def _rows_with(block: bytes, escaped: str) -> list[tuple[int, Any]]:
     if escaped not in lines.casefold():
         return []
     return [(row, orjson.loads(line)) for row, line in enumerate(lines.split("\n")) if escaped in line.casefold()]
-
-
-def _flat(texts: _Texts) -> list[str]:
-    context, prompt, target, choices = texts
-    return [context, prompt, target or "", *choices]

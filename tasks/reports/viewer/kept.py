@@ -19,8 +19,6 @@ from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
-import orjson
-
 from resources.errors import StorageError
 from resources.settings import settings
 from resources.storage import storage
@@ -188,11 +186,6 @@ class TextKeeper:
         if digest not in self.new and not self._kept.knows(digest):
             self.new[digest] = packed(content)
         return digest
-
-
-def named_questions(content: bytes) -> list[tuple[str, str, str | None]]:
-    """Returns benchmark, id and cluster of each question of a column."""
-    return [(benchmark, name, cluster) for benchmark, name, cluster in orjson.loads(content)]
 
 
 def _connected(path: Path | None) -> sqlite3.Connection:

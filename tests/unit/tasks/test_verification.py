@@ -13,8 +13,7 @@ from fakes.cli import invoke
 from fakes.records import FIRST, make_metric, make_record, make_samples, publish, sealed
 from resources.errors import BadInput
 from resources.settings import settings
-from tasks.records.details import broken_seal, integrity
-from tasks.records.record import Metric, Record, SinkState, find_records, note_sinks
+from tasks.records.record import Metric, Record, SinkState, broken_seal, find_records, integrity, note_sinks
 from tasks.records.samples import SAMPLES_NAME, write_samples
 from tasks.records.verdicts import Verdict
 from tasks.records.verification import verified

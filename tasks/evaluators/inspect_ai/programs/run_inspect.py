@@ -79,7 +79,8 @@ def run(job: dict[str, Any], *, only_fetch: bool) -> None:
     questions = {key: questions_of(task, limit=job["limit"], epochs=job["epochs"]) for key, task in tasks.items()}
     write_json(output / PLAN_NAME, {"questions": questions, "asking": asking})
     unanswered = valid_answers.Unanswered()
-    logs = asked(job, tasks, keys, solver=solver, unanswered=unanswered, total=sum(questions.values()))
+    _count_samples(sum(questions.values()))
+    logs = asked(job, tasks, keys, solver=solver, unanswered=unanswered)
     if tools := refused_tools(unanswered):
         raise Refused(
             expected="an engine that takes requests with tools: --engine enable_auto_tool_choice=true and --engine "
@@ -108,10 +109,8 @@ def asked(
     *,
     solver: SolverSpec | None,
     unanswered: valid_answers.Unanswered,
-    total: int,
 ) -> dict[str, EvalLog]:
     """Runs all tasks; returns their logs by the names that their metrics are published under."""
-    _count_samples(total)
     model, judge = model_of(job, keys[0], unanswered), judge_of(job, keys, unanswered)
     given = {name: job[name] for name in ("temperature", "top_p", "max_tokens") if job[name] is not None}
     logs = evaluate(
