@@ -79,7 +79,7 @@ REST: Mapping[str, tuple[str, ...]] = {
         "pools/weights/overrides",
         "tasks/evaluators/lm_eval/requirements",
         "tasks/evaluators/helm/requirements",
-        "tasks/evaluators/programs/tokenizer_reading",
+        "tasks/evaluators/programs/refusals",
     ),
     "integration/test_trainers_real.py": ("pools/weights", "tasks/checkpoints", "tests/fakes/trainings.py"),
     "integration/test_training_hooks.py": ("deployments/hooks", "tasks/training"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from resources.errors import RecordStatus
 from tasks.spec.labels import order_of
@@ -149,11 +149,6 @@ def step_label(step: float) -> str:
     return f"{step:,.0f}"
 
 
-class _Axes(NamedTuple):
-    x: Callable[[Point], float]
-    y: Callable[[float], float]
-
-
 def _drawn(chart: Chart) -> tuple[str, int]:
     legend = _legend(chart)
     columns = 1 if any(len(label) > 20 for _, label in legend) else 2
@@ -173,7 +168,7 @@ def _drawn(chart: Chart) -> tuple[str, int]:
     parts += [*grid, *(axis if steps or not labels else ()), *label_texts]
     for index, curve in enumerate(chart.curves):
         aside = (index - (len(chart.curves) - 1) / 2) * 3.5
-        parts += _curve(curve, _Axes(lambda point, aside=aside: x(point) + aside, y), x)
+        parts += _curve(curve, x, y, aside=aside)
     for number, (sign, label) in enumerate(legend):
         left, top = 6 + number % columns * WIDTH / 2, HEIGHT + 8 + number // columns * _LEGEND_ROW
         parts.append(f'<g transform="translate({left:g} {top})">{sign}{_text(label, 32, 4)}</g>')
@@ -291,7 +286,8 @@ def _ticks(low: float, high: float, most: int) -> tuple[list[float], int]:
     return [number * distance for number in numbers], max(0, (factor == 2.5) - magnitude - (factor == 10))
 
 
-def _curve(curve: Curve, at: _Axes, x: Callable[[Point], float]) -> list[str]:
+def _curve(curve: Curve, x: Callable[[Point], float], y: Callable[[float], float], *, aside: float) -> list[str]:
+    places = {point: x(point) + aside for point in curve.points}
     fine = len(curve.points) > _MOST_WITH_CAPS
     shown = [(point, point.value or 0.0) for point in curve.points if point.shown]
     parts = [
@@ -303,25 +299,25 @@ def _curve(curve: Curve, at: _Axes, x: Callable[[Point], float]) -> list[str]:
     for point, _ in shown:
         if point.outer:
             width = 0.7 if fine else 1
-            parts.append(_line(_bar(at, point, *point.outer), curve.colour, width, style="opacity: 0.55"))
+            parts.append(_line(_bar(places[point], *map(y, point.outer)), curve.colour, width, style="opacity: 0.55"))
         if point.interval:
-            bar = _bar(at, point, *point.interval, cap=0 if fine else 3)
+            bar = _bar(places[point], *map(y, point.interval), cap=0 if fine else 3)
             parts.append(_line(bar, curve.colour, 1 if fine else 1.3))
-    stretches = [[(at.x(p), at.y(p.value or 0.0)) for p in piece] for piece in _pieces(curve, lambda p: p.shown)]
+    stretches = [[(places[p], y(p.value or 0.0)) for p in piece] for piece in _pieces(curve, lambda p: p.shown)]
     if stretches:
         parts.append(_line("".join(map(_path, stretches)), curve.colour, 2, dashes=curve.dashes))
-    parts += [_sign(curve, at.x(point), at.y(value), fine=fine) for point, value in shown]
+    parts += [_sign(curve, places[point], y(value), fine=fine) for point, value in shown]
     for piece in _pieces(curve, lambda point: point.mean is not None):
-        means = [(at.x(point), *map(at.y, point.mean)) for point in piece if point.mean]
+        means = [(places[point], *map(y, point.mean)) for point in piece if point.mean]
         if len(means) > 1:
             band = [(step, low) for step, _, low, _ in means] + [(step, high) for step, _, _, high in means[::-1]]
             parts.append(f'<path d="{_path(band)}z" style="fill: {curve.colour}; opacity: 0.13"/>')
             parts.append(_line(_path([(step, mean) for step, mean, _, _ in means]), _INK, 1.5, dashes=_MEAN_DASHES))
     for point, value in shown:
         if point.alert:
-            parts.append(_alert(point.alert, at.x(point), at.y(value), radius=7))
+            parts.append(_alert(point.alert, places[point], y(value), radius=7))
     gaps = [point for point in curve.points if not point.shown]
-    return parts + [_gap(point.status, curve.colour, at.x(point), _BOTTOM - 10) for point in gaps]
+    return parts + [_gap(point.status, curve.colour, places[point], _BOTTOM - 10) for point in gaps]
 
 
 def _pieces(curve: Curve, includes: Callable[[Point], bool]) -> list[list[Point]]:
@@ -332,8 +328,7 @@ def _pieces(curve: Curve, includes: Callable[[Point], bool]) -> list[list[Point]
     return [[point for _, point in group] for (_, is_included), group in groups if is_included]
 
 
-def _bar(at: _Axes, point: Point, low: float, high: float, *, cap: float = 0) -> str:
-    x, bottom, top = at.x(point), at.y(low), at.y(high)
+def _bar(x: float, bottom: float, top: float, *, cap: float = 0) -> str:
     caps = f"M{x - cap:.1f} {bottom:.1f}h{2 * cap:g}M{x - cap:.1f} {top:.1f}h{2 * cap:g}" if cap else ""
     return f"M{x:.1f} {bottom:.1f}V{top:.1f}{caps}"
 

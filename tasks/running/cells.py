@@ -36,9 +36,9 @@ from tasks.prefect_server.lazy import deployment_id, step
 from tasks.prefect_server.progress import Notice, report_event
 from tasks.records.cost import Predicted
 from tasks.records.details import CheckpointReference, cell_place
-from tasks.records.former import former_record
 from tasks.records.record import FoundRecord, Record, find_records, read_record, record_to_replace
 from tasks.records.samples import encodable
+from tasks.records.search import former_record
 from tasks.records.verdicts import EarlyVerdict
 from tasks.sinks.credentials import loaded_block
 from tasks.spec.benchmarks import evaluation_hash

@@ -141,19 +141,19 @@ def tried(key: str, run_entries: dict[str, Any], job: dict[str, Any]) -> tuple[l
     except run_helm.Refused as refused:
         raise CannotBeHadError(str(refused)) from refused
     harness = helm_runs.Harness(given, runs, local_path=str(output))
-    seen = Seen(Path(job["scenarios_path"]))
+    scenarios = note_scenarios(Path(job["scenarios_path"]))
     for number, run in enumerate(runs, 1):
         name = name_of(run)
         tell(f"{number} of {len(runs)} {name}")
-        seen.last = None
+        before = len(scenarios)
         try:
             run_helm.with_words(harness, run)
         except Exception as error:  # scenarios and metrics of HELM raise any exception
             reason = helm_asking.missing_data(error, run)
-            if seen.last is None or reason:
+            if len(scenarios) == before or reason:
                 raise CannotBeHadError(f"{name}: {reason.found if reason else shown(error)}") from error
             tell(f"{name}: its data are staged; placeholder answers cannot be scored ({type(error).__name__})")
-    return [name_of(run) for run in runs], sorted(seen.scenarios)
+    return [name_of(run) for run in runs], sorted(set(scenarios))
 
 
 def name_of(run: helm_asking.Run) -> str:
@@ -179,29 +179,25 @@ PLACEHOLDER_JOB: dict[str, Any] = {
 """The evaluating program's job, without the values that differ between evaluations."""
 
 
-class Seen:
-    """Records the scenarios that have returned their instances."""
+def note_scenarios(folder: Path) -> list[str]:
+    """Returns a list that from now on gets the name of each scenario as it returns its instances."""
+    names: list[str] = []
+    create: Callable[[Any], Any] = helm_runner.create_scenario
 
-    def __init__(self, folder: Path) -> None:
-        self.scenarios: set[str] = set()
-        self._folder = folder
-        self.last: str | None = None
-        self._create: Callable[[Any], Any] = helm_runner.create_scenario
-        helm_runner.create_scenario = self.create
-
-    def create(self, spec: Any) -> Any:
-        """Returns a scenario that records when it has returned its instances."""
-        scenario = self._create(spec)
+    def noting(spec: Any) -> Any:
+        scenario = create(spec)
         get_instances = scenario.get_instances
 
         def noted(output_path: str) -> Any:
             instances = get_instances(output_path)
-            self.last = Path(output_path).relative_to(self._folder).as_posix()
-            self.scenarios.add(self.last)
+            names.append(Path(output_path).relative_to(folder).as_posix())
             return instances
 
         scenario.get_instances = noted
         return scenario
+
+    helm_runner.create_scenario = noting
+    return names
 
 
 def register_placeholder() -> None:

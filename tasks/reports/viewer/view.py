@@ -82,23 +82,22 @@ class View:
         """Reads the unread samples of a benchmark: newest first, then spread over the run. Skips unreadable files."""
         entries, missing = self._missing(key)
         missing = _spread(missing)
-        if self._path is None or len(missing) < 2:
-            for place in missing:
-                if self._ended.is_set():
-                    return
-                self._take(place, partial(_read, entries[place], self._kept))
+        here = missing if self._path is None else missing[:1]  # the first alone: the fastest way to show something
+        for place in here:
+            if self._ended.is_set():
+                return
+            self._take(place, partial(_read, entries[place], self._kept))
+        left = missing[len(here) :]
+        if self._path is None or not left:
             return
-        self._take(
-            missing[0], partial(_read, entries[missing[0]], self._kept)
-        )  # first and alone, as the fastest way to show something
         workers = ProcessPoolExecutor(
-            max_workers=min(len(os.sched_getaffinity(0)), len(missing) - 1),
+            max_workers=min(len(os.sched_getaffinity(0)), len(left)),
             mp_context=get_context("spawn"),
             initializer=_begin,
             initargs=(self._path,),
         )
         try:
-            futures = {workers.submit(_work, entries[place]): place for place in missing[1:]}
+            futures = {workers.submit(_work, entries[place]): place for place in left}
             for future in as_completed(futures):
                 self._take(futures[future], future.result)
                 if self._ended.is_set():

@@ -11,10 +11,9 @@ from fakes.cells import of_cell
 from fakes.models import write_checkpoint, write_safetensors
 from fakes.records import make_record, make_samples, publish, sealed
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.records.former import former_name_of
 from tasks.records.index import indexed_records
 from tasks.records.record import FoundRecord, read_record
-from tasks.records.search import records_of_checkpoints
+from tasks.records.search import former_name_of, records_of_checkpoints
 from tasks.records.verification import verified
 from tasks.running.cells import Cell, plan_cells
 from tasks.spec.evaluation import EvaluationConfig

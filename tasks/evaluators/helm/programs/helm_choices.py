@@ -45,7 +45,7 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.window_services.window_service_factory import WindowServiceFactory
 from helm.common.object_spec import get_class_by_name
 from helm.common.request import GeneratedOutput, RequestResult, Token
-from tokenizer_reading import read_tokenizer
+from refusals import read_tokenizer
 
 NOT_ABLE = "the engine does not score from its prefix cache"
 NOTHING_BEFORE = "choices have nothing in front of them"

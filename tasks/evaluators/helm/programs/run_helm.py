@@ -35,8 +35,7 @@ import helm_asking
 import helm_runs
 import helm_unpacking
 from helm_choices import with_smooth_scores
-from refusals import Refused, digest_of, no_chat_template, refusals_into
-from tokenizer_reading import read_tokenizer, shape_of
+from refusals import Refused, digest_of, no_chat_template, read_tokenizer, refusals_into, shape_of
 
 DEPLOYMENT_FOLDER = "prod_env"
 DEPLOYMENT = "assay/checkpoint"

@@ -28,7 +28,7 @@ from typing import Any
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 from choice_scoring import TOKEN_ID
 from lm_eval_answers import installed
-from refusals import Refused, few_of_each_kind, no_chat_template, refusals_into, write_json
+from refusals import Refused, few_of_each_kind, no_chat_template, read_tokenizer, refusals_into, shape_of, write_json
 from valid_answers import Unanswered
 
 
@@ -60,7 +60,6 @@ try:
     from lm_eval_model import Completions, Conversations, EndpointFaultError, RefusedError, way_of_asking
     from lm_eval_prompts import Questions, groups_in, label_progress, means, save_results
     from lm_eval_scores import weigh_in_groups
-    from tokenizer_reading import read_tokenizer, shape_of
 
     if __name__ == "__main__":
         for name in LATE_MODULES:
