@@ -229,8 +229,8 @@ def _from_lines(part: TextPart, reading: ReadingCounts) -> Iterator[str]:
 
 
 def _lines(file: BinaryIO, part: TextPart) -> Iterator[bytes]:
-    at, is_begun = part.start, part.start == 0
-    if not is_begun:  # a line that continues here belongs to the part before
+    at, is_own = part.start, part.start == 0
+    if not is_own:  # a line that continues here belongs to the part before
         at -= 1
         file.seek(at)
     while (part.end is None or at < part.end) and (line := file.readline(_LONGEST_LINE_BYTES + 1)):
@@ -240,9 +240,9 @@ def _lines(file: BinaryIO, part: TextPart) -> Iterator[bytes]:
                 found=f"a longer line after byte {at:,}",
                 remedy="write a document per line",
             )
-        if is_begun:
+        if is_own:
             yield line
-        is_begun, at = True, at + len(line)
+        is_own, at = True, at + len(line)
 
 
 def _from_parquet(part: TextPart, reading: ReadingCounts) -> Iterator[str]:

@@ -82,12 +82,12 @@ class View:
         """Reads the unread samples of a benchmark: newest first, then spread over the run. Skips unreadable files."""
         entries, missing = self._missing(key)
         missing = _spread(missing)
-        here = missing if self._path is None else missing[:1]  # the first alone: the fastest way to show something
-        for place in here:
+        at_once = missing if self._path is None else missing[:1]  # the first alone: the fastest way to show something
+        for place in at_once:
             if self._ended.is_set():
                 return
             self._take(place, partial(_read, entries[place], self._kept))
-        left = missing[len(here) :]
+        left = missing[len(at_once) :]
         if self._path is None or not left:
             return
         workers = ProcessPoolExecutor(
