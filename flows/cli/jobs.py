@@ -225,9 +225,8 @@ def follow(
             for replica, log in logs.items():
                 part = job.read_log(log.position, replica=replica)
                 log.position = part.end
-                if part.dropped_lines != 0:
-                    number = f"{part.dropped_lines:,}" if part.dropped_lines else "some"
-                    note(f"replica {replica}: {number} lines not shown, since they are kept no more")
+                if part.follows_dropped:
+                    note(f"replica {replica}: some lines not shown, since they are kept no more")
                 write(log.shown(part.output))
                 longest = max(longest, len(part.output))
         except BackendUnavailable as error:

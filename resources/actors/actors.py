@@ -248,10 +248,9 @@ def create_actor(
     """Starts an actor; returns before its object `actor_class(*args, **kwargs)` exists, and calls wait until it does.
 
     Args:
-        client: the backend to run it on.
         name: for `get_actor`, while it lives.
-        resources: of its process; 1 CPU when None.
-        environment: of its process; `create_environment()` when None.
+        resources: 1 CPU when None.
+        environment: `create_environment()` when None.
         max_concurrency: number of its methods that may run at once; the object must be safe for that.
         max_restarts: number of restarts, with a new object, after it was ended from outside, for example by preemption.
             An actor that crashes, or fails in its constructor, is dead at once.

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from resources.backends.processes import argv_of
-from resources.errors import BadInput
 from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, JobStatus
 from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_file
 from resources.jobs.results import pickled
-from resources.jobs.waiting import BackendJob
+from resources.jobs.waiting import BackendJob, no_such_job
 from resources.storage import storage
 from resources.storage.files import replace_json, tail
 
@@ -117,11 +116,8 @@ class FolderClient(Client, Generic[Job]):
         """Returns a handle on a job of any process with the same folders; raises `BadInput` if there is none."""
         folder = self._root / job_id
         if not re.fullmatch(r"\w[\w.-]*", job_id) or not (folder / _STATUS).is_file():
-            raise BadInput(
-                expected=f"the id of a job in {self._root}",
-                found=repr(job_id),
-                remedy="Choose one of the folders there; those of old jobs are removed.",
-            )
+            remedy = "Choose one of the folders there; those of old jobs are removed."
+            raise no_such_job(f"in {self._root}", job_id, remedy)
         return self._handle(folder)
 
     def jobs(self) -> list[JobDetails]:

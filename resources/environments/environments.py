@@ -6,7 +6,6 @@ A folder's name hashes all that determines its content. A folder without a manif
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
 import shutil
@@ -23,7 +22,7 @@ import uv
 
 from resources.errors import EnvironmentBuildFailed, not_there
 from resources.settings import pip_find_links, process_environment, settings
-from resources.storage.files import locked
+from resources.storage.files import locked, replace_json
 from resources.storage.regular_files import is_own
 
 _REQUIREMENTS = Path(__file__).parent / "requirements"
@@ -140,10 +139,8 @@ def ensure_environment(
         for kept, source_list in ((KEPT_LIST, spec.requirements), (_KEPT_OVERRIDES, spec.overrides)):
             if source_list is not None:
                 shutil.copyfile(source_list, directory / kept)
-        unfinished = directory / f"{_MANIFEST}.unfinished"
         manifest = {"identity": identity, "torch_source": source, "interpreter": _interpreter(spec)}
-        unfinished.write_text(json.dumps(manifest))
-        unfinished.replace(directory / _MANIFEST)
+        replace_json(directory / _MANIFEST, manifest)
     tell(f"{spec.name}: ready in {directory}")
     return environment
 

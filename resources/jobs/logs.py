@@ -22,8 +22,8 @@ class LogPart:
     """Bytes as written, if the backend keeps them, else whole lines; empty without new output."""
     end: str
     """Position after this part, from which the next part is requested."""
-    dropped_lines: int | None = 0
-    """Number of lines before it that the backend has dropped; None if the backend does not report it."""
+    follows_dropped: bool = False
+    """True if the backend has dropped lines between the position and this part."""
 
 
 def part_of_file(path: Path, after: str) -> LogPart:
@@ -54,9 +54,7 @@ def part_of_hosts(read: Callable[[int, str], LogPart], hosts: int, *, after: str
         for line in part.output.removesuffix(b"\n").split(b"\n")
         if part.output
     )
-    dropped = [part.dropped_lines for part in parts]
-    known = [count for count in dropped if count is not None]
-    return LogPart(output, " ".join(part.end for part in parts), sum(known) if len(known) == len(dropped) else None)
+    return LogPart(output, " ".join(part.end for part in parts), any(part.follows_dropped for part in parts))
 
 
 def logs_by_replica(read: Callable[[int], str], count: int, *, replica: int | None) -> str:

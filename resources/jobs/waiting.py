@@ -1,4 +1,4 @@
-"""The part of a handle that all backends share: waiting for a job's end, its error, and its result."""
+"""Shared parts of backends: the wait for a job, its error and its result; an id without a job, and a name in use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from resources.errors import JobFailed, JobTimeout
+from resources.errors import BadInput, JobFailed, JobTimeout
 from resources.jobs.jobs import JobAlreadyExists, JobHandle, JobStatus
 from resources.jobs.results import raised_by, result_of
 
@@ -70,6 +70,11 @@ class BackendJob(JobHandle):
             f"{self.logs(_SHOWN_LINES)}".rstrip(),
             remedy=self.where[:1].upper() + self.where[1:],
         )
+
+
+def no_such_job(place: str, job_id: str, remedy: str) -> BadInput:
+    """Returns the error for an id without a job; `place` completes "the id of a job"."""
+    return BadInput(expected=f"the id of a job {place}", found=repr(job_id), remedy=remedy)
 
 
 Job = TypeVar("Job", bound=JobHandle)

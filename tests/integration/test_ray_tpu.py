@@ -14,10 +14,10 @@ from fakes.ray_cluster import add_node, connected, ray, ray_cluster
 from resources.backends.ray.client import RayClient
 from resources.backends.ray.nodes import REGION_LABEL, read_nodes
 from resources.backends.ray.placement import Placement, check, place
+from resources.backends.ray.replica import TPU_LOCKFILE
 from resources.config import ResourceConfig
 from resources.errors import UnsatisfiableResources
 from resources.jobs.jobs import Entrypoint, JobHandle, JobRequest, JobStatus
-from resources.jobs.tpu_machine import TPU_LOCKFILE
 
 pytestmark = pytest.mark.timeout(300)  # seven nodes start in 10 s, or in 60 s on a busy machine
 

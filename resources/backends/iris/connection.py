@@ -48,11 +48,9 @@ _C = controller_pb2.Controller
 
 
 class IrisController:
-    """Client of a cluster's controller; retries passing errors for a limited time, then raises `BackendUnavailable`.
+    """Client of a cluster's controller at `address`, which is `host:port` or a URL.
 
-    Args:
-        address: `host:port` or a URL.
-        patience_seconds: time for which a call is retried; a restart of the controller takes a few seconds.
+    Passing errors are retried for `patience_seconds`; a restart of the controller takes a few seconds.
     """
 
     def __init__(self, address: str, *, patience_seconds: float = 20.0, page: int = _PAGE) -> None:

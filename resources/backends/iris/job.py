@@ -24,7 +24,7 @@ from resources.backends.programs.iris_records import NAME as RECORDS
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_hosts
-from resources.jobs.waiting import BackendJob
+from resources.jobs.waiting import BackendJob, no_such_job
 
 CALLABLE, COMMAND = "assay-callable", "assay-command"
 """Last argument of a task's command; Iris returns no more of a job's entrypoint, so it marks calls and commands."""
@@ -260,8 +260,5 @@ def _is_last(line: str) -> bool:
 
 def unknown_job(controller: IrisController, job_id: str) -> BadInput:
     """Returns the error for an id without a job on the cluster."""
-    return BadInput(
-        expected=f"the id of a job on the Iris cluster {controller.address}, such as /user/name-0123abcd",
-        found=repr(job_id),
-        remedy="Choose a job that is listed there; old jobs are removed.",
-    )
+    place = f"on the Iris cluster {controller.address}, such as /user/name-0123abcd"
+    return no_such_job(place, job_id, "Choose a job that is listed there; old jobs are removed.")

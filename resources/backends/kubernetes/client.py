@@ -32,10 +32,11 @@ from resources.backends.kubernetes.manifests import (
 from resources.backends.kubernetes.names import new_job_id
 from resources.backends.kubernetes.owner import OwnedJob
 from resources.backends.kubernetes.records import Record, all_records, create_record, prune, read_record, write_record
+from resources.backends.programs.run_in_pod import ORPHANED
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BackendUnavailable, BadInput, UnsatisfiableResources
 from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, JobStatus, create_environment
-from resources.jobs.waiting import while_running
+from resources.jobs.waiting import no_such_job, while_running
 from resources.settings import job_id as own_job_id
 from resources.settings import settings
 
@@ -119,11 +120,8 @@ class KubernetesClient(Client):
         name = job_id if job_id.replace("-", "").isalnum() else ""
         stored = read_record(self._cluster, name) if name else None
         if stored is None:
-            raise BadInput(
-                expected=f"the id of a job in the namespace {self._cluster.namespace}",
-                found=repr(job_id),
-                remedy="Choose a job that `kubectl get configmaps -l assay-evals/part=record` lists.",
-            )
+            remedy = "Choose a job that `kubectl get configmaps -l assay-evals/part=record` lists."
+            raise no_such_job(f"in the namespace {self._cluster.namespace}", job_id, remedy)
         mine = next((job for job in self._owned if job.record.job_id == job_id), None)
         return self._handle(stored[0], owned=mine)
 
@@ -185,7 +183,7 @@ class KubernetesClient(Client):
             job.step()
         except AssayError as error:
             with suppress(AssayError):
-                job.fail(f"it could not be started: {error.found}")
+                job.give_up(JobStatus.FAILED, f"it could not be started: {error.found}")
             raise
         self._owned = [*(owned for owned in self._owned if not owned.record.finished), job]
         threading.Thread(target=self._look_after, args=(job,), name=record.job_id, daemon=True).start()
@@ -223,13 +221,13 @@ class KubernetesClient(Client):
             except AssayError:  # a cluster that is temporarily unavailable does not end the job
                 continue
             except Exception as error:  # after a bug, end the pods, which nothing would control
-                job.fail(f"looking after it failed: {type(error).__name__}: {error}")
+                job.give_up(JobStatus.FAILED, f"looking after it failed: {type(error).__name__}: {error}")
                 raise
 
     def _end_at_exit(self) -> None:
         self._closing.set()
         jobs = [job for job in self._owned if not job.record.finished]
-        for stop in (OwnedJob.begin_to_end, OwnedJob.abandon):
+        for stop in (OwnedJob.begin_to_end, lambda job: job.give_up(JobStatus.STOPPED, ORPHANED)):
             for job in jobs:
                 with suppress(AssayError):  # otherwise the lease ends it
                     stop(job)

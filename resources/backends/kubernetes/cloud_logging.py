@@ -27,9 +27,7 @@ def cloud_lines(
 ) -> Iterator[LogLine]:
     """Yields the lines of a Job's containers, oldest first; see `ReadLog`.
 
-    Args:
-        project: by default that of the credentials.
-        options: further arguments of Cloud Logging's client, such as other credentials or another endpoint.
+    `options` are further arguments of Cloud Logging's client; the project is by default that of the credentials.
     """
     try:
         # Over HTTP: gRPC's threads do not survive a fork.

@@ -173,10 +173,10 @@ def part_of_log(cluster: Cluster, record: Record, *, pod: int, after: str) -> Lo
     """Returns the lines of a pod after a position, over all attempts.
 
     A position is an attempt, the time of the last line, and the number of lines at that time: a log has no offsets.
-    Only complete lines are returned. The number of lines that a node has removed, beyond 10 MB, is unknown.
+    Only complete lines are returned. A node removes the first lines of a log beyond 10 MB.
     """
     attempt, time_of_last, count = after.split("/") if after else ("1", "", "0")
-    output, dropped = b"", 0
+    output, dropped = b"", False
     for number in range(int(attempt), record.attempts + 1):
         if number > int(attempt):
             output, time_of_last, count = output + b"--- attempt %d ---\n" % number, "", "0"
@@ -188,7 +188,7 @@ def part_of_log(cluster: Cluster, record: Record, *, pod: int, after: str) -> Lo
             start = times.index(time_of_last) + int(count)
         else:
             start = sum(moment_of(moment) <= moment_of(time_of_last) for moment in times)
-            dropped = None if time_of_last and start < len(times) else dropped
+            dropped = dropped or bool(time_of_last and start < len(times))
         end = start
         while end < len(lines) and len(output) < PART_BYTES:
             output += lines[end].partition(b" ")[2] + b"\n"

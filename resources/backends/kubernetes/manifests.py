@@ -41,6 +41,10 @@ KEPT_SECONDS = 24 * 3600
 """Time for which a finished Job is kept, with its pods and their logs."""
 _PROGRAMS = Path(__file__).parents[1] / "programs"
 _JOB, _RUN, _HEARTBEAT = "/assay/job", "/assay/run", "/assay/heartbeat"
+_MOUNTS: list[dict[str, Any]] = [
+    {"name": "job", "mountPath": _JOB, "readOnly": True},
+    {"name": "run", "mountPath": _RUN},
+]
 _HEARTBEAT_FILE = {"key": HEARTBEAT, "path": HEARTBEAT}
 _MESSAGE = "/dev/termination-log"
 _UNPRIVILEGED: dict[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -178,11 +182,7 @@ def attempt_manifest(job: Submission, attempt: int) -> dict[str, Any]:
         "resources": {"requests": where.limits, "limits": where.limits},
         "securityContext": _UNPRIVILEGED,
         "terminationMessagePath": _MESSAGE,
-        "volumeMounts": [
-            {"name": "job", "mountPath": _JOB, "readOnly": True},
-            {"name": "run", "mountPath": _RUN},
-            {"name": "heartbeat", "mountPath": _HEARTBEAT, "readOnly": True},
-        ],
+        "volumeMounts": [*_MOUNTS, {"name": "heartbeat", "mountPath": _HEARTBEAT, "readOnly": True}],
     }
     if request.working_directory is not None:
         container["workingDir"] = str(request.working_directory)
@@ -198,10 +198,7 @@ def attempt_manifest(job: Submission, attempt: int) -> dict[str, Any]:
         "securityContext": _UNPRIVILEGED,
         "restartPolicy": "Always",  # makes it a sidecar: it starts first, and does not delay the pod's end
         "resources": {"requests": _ANNOUNCER_LIMITS, "limits": _ANNOUNCER_LIMITS},
-        "volumeMounts": [
-            {"name": "job", "mountPath": _JOB, "readOnly": True},
-            {"name": "run", "mountPath": _RUN},  # it deletes a result after printing it
-        ],
+        "volumeMounts": _MOUNTS,  # it deletes a result after printing it
     }
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -257,7 +254,7 @@ def keeper_pod_manifest(job: Submission) -> dict[str, Any]:
         "command": [job.python, "-m", "resources.backends.kubernetes.owner", f"{_JOB}/keeper.pickle"],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
         "securityContext": _UNPRIVILEGED,
-        "volumeMounts": [{"name": "job", "mountPath": _JOB, "readOnly": True}],
+        "volumeMounts": _MOUNTS[:1],
     }
     return {
         "apiVersion": "batch/v1",

@@ -51,10 +51,9 @@ from resources.backends.kubernetes.pods import (
 )
 from resources.backends.kubernetes.records import Record, beat, read_record, write_record
 from resources.backends.programs.attempts import Attempts
-from resources.backends.programs.run_in_pod import ORPHANED
-from resources.errors import AssayError, BackendUnavailable, BadInput, JobTimeout
+from resources.errors import AssayError, BackendUnavailable, JobTimeout
 from resources.jobs.jobs import JobStatus
-from resources.jobs.waiting import growing_pauses
+from resources.jobs.waiting import growing_pauses, no_such_job
 
 TERMINATED = "terminated"
 _KEPT_LOGS_BYTES = 900_000  # over all pods of an attempt: a ConfigMap holds 1 MiB
@@ -98,21 +97,14 @@ class OwnedJob:
                 self._stop()
 
     def begin_to_end(self) -> None:
-        """Deletes the current attempt without waiting for its end; call `abandon` next."""
+        """Deletes the current attempt without waiting for its end; call `give_up` next."""
         with self._lock:
             self._ends = True
             if not self._record.finished and self._record.attempts:
                 self._cluster.delete(self._record.kind, attempt_name(self._record.job_id, self._record.attempts))
 
-    def abandon(self) -> None:
-        """Ends the job because its parent ends; unlike `step` after a stop request, it keeps no logs."""
-        self._give_up(JobStatus.STOPPED, ORPHANED)
-
-    def fail(self, reason: str) -> None:
-        """Ends a job that cannot be advanced any more, and marks it failed."""
-        self._give_up(JobStatus.FAILED, reason)
-
-    def _give_up(self, status: JobStatus, reason: str) -> None:
+    def give_up(self, status: JobStatus, reason: str) -> None:
+        """Ends a job that is not advanced any more; unlike `step` after a stop request, it keeps no logs."""
         with self._lock:
             if not self._record.finished:
                 if self._record.attempts:
@@ -338,7 +330,7 @@ def keep(arguments: list[str]) -> None:
     cluster = connect("", urlsplit(submission.owner.jobs_url).path.strip("/"))
     stored = read_record(cluster, job_id)
     if stored is None:
-        raise BadInput(expected="the id of a job", found=repr(job_id), remedy="Its record is gone: submit it again.")
+        raise no_such_job(f"in {cluster.namespace}", job_id, "Its record is gone: submit it again.")
     job = OwnedJob(cluster, stored[0], submission)
     while not job.record.finished:
         with suppress(AssayError):  # a cluster that is temporarily unavailable does not end the job

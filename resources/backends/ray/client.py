@@ -23,7 +23,7 @@ from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, J
 from resources.jobs.logs import LogPart
 from resources.jobs.packaging import package_workspace
 from resources.jobs.results import pickled
-from resources.jobs.waiting import BackendJob, while_running
+from resources.jobs.waiting import BackendJob, no_such_job, while_running
 
 _END_SECONDS = 60.0
 
@@ -150,11 +150,8 @@ class RayClient(Client):
                 return self._handle(connection, controller, job_id, own=False)
             except (BadInput, ControllerGone):
                 continue
-        raise BadInput(
-            expected=f"the id of a job on the Ray cluster at {connection.address}",
-            found=repr(job_id),
-            remedy="Look at the jobs of this client; those of a driver are forgotten when it ends.",
-        )
+        remedy = "Look at the jobs of this client; those of a driver are forgotten when it ends."
+        raise no_such_job(f"on the Ray cluster at {connection.address}", job_id, remedy)
 
     def jobs(self) -> list[JobDetails]:
         """Returns the jobs of all drivers of the cluster."""

@@ -29,7 +29,7 @@ _MOST_LOG_BYTES = 64 << 20  # of a process
 class LogFile:
     """A process's output over all attempts, in a file without a name on the head's disk, gone with the controller.
 
-    When it exceeds `most_bytes`, its first half is dropped, which readers see in `LogPart.dropped_lines`.
+    When it exceeds `most_bytes`, its first half is dropped, which readers see in `LogPart.follows_dropped`.
     """
 
     def __init__(self, most_bytes: int = _MOST_LOG_BYTES) -> None:
@@ -59,7 +59,7 @@ class LogFile:
         end = output.rfind(b"\n") + 1
         if whole_lines and (end or len(output) < PART_BYTES):
             output = output[:end]
-        return LogPart(output, str(start + len(output)), 0 if start == position else None)
+        return LogPart(output, str(start + len(output)), start > position)
 
     def _read(self, start: int, size: int = PART_BYTES) -> bytes:
         return os.pread(self._file.fileno(), size, start)

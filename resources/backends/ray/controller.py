@@ -17,8 +17,9 @@ from resources.backends.ray import placement as ray_placement
 from resources.backends.ray.controlled_job import ControlledJob
 from resources.backends.ray.orders import JobOrder
 from resources.config import ResourceConfig
-from resources.errors import AssayError, BadInput
+from resources.errors import AssayError
 from resources.jobs.jobs import JobAlreadyExists, JobDetails
+from resources.jobs.waiting import no_such_job
 
 _KEPT_JOBS = 200
 _KEPT_BYTES = 64 << 20  # for the results of all finished jobs
@@ -100,11 +101,8 @@ class Controller:
 
     def _job(self, job_id: str) -> ControlledJob:
         if (job := self._jobs.get(job_id)) is None:
-            raise BadInput(
-                expected="the id of a job that its controller still remembers",
-                found=repr(job_id),
-                remedy="List the jobs of this backend; finished jobs are forgotten after a while.",
-            )
+            remedy = "List the jobs of this backend; finished jobs are forgotten after a while."
+            raise no_such_job("that its controller still remembers", job_id, remedy)
         return job
 
     def _prune(self) -> None:

@@ -31,9 +31,7 @@ _NODES_KNOWN_SECONDS = 60.0
 class Slurm:
     """A partition of the cluster that this machine's Slurm is configured for; an empty name is the default partition.
 
-    Args:
-        options: options of `sbatch` by name, such as account, qos and time.
-        known_seconds: maximum age of cached job states.
+    `options` are those of `sbatch` by name, such as account; job states are cached for `known_seconds`.
     """
 
     def __init__(

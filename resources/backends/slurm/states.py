@@ -91,16 +91,12 @@ def from_outside(
     is_recent: bool,
     log: Path,
 ) -> dict[str, Any]:
-    """Returns the `status.json` of an unfinished job as it follows from Slurm's view.
+    """Returns the `status.json` of an unfinished job as it follows from Slurm's view, None if Slurm has forgotten it.
 
     Args:
         known: `status.json` of the job, read after `seen` if that has ended.
-        seen: the batch job in Slurm's view; None if Slurm has forgotten it.
-        name: subject of reasons, such as "Slurm's job 7".
-        is_to_stop: True if the end of the job was requested.
         is_owned: True if the submitter lives, which queues the job again where Slurm does not.
         is_recent: True for an end a few seconds ago, after which Slurm may still queue it again.
-        log: output of the batch program.
     """
 
     def state(status: JobStatus | str, reason: str | None, **changes: int) -> dict[str, Any]:

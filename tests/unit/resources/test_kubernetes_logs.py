@@ -111,9 +111,9 @@ def record(attempts: int = 1, status: JobStatus = JobStatus.RUNNING) -> Record:
     )  # fmt: skip
 
 
-def read(cluster: Cluster, now: Record, after: str = "") -> tuple[str, str, int | None]:
+def read(cluster: Cluster, now: Record, after: str = "") -> tuple[str, str, bool]:
     part = part_of_log(cluster, now, pod=0, after=after)  # pyright: ignore[reportArgumentType]
-    return part.output.decode(), part.end, part.dropped_lines
+    return part.output.decode(), part.end, part.follows_dropped
 
 
 def test_lines_of_a_moment_come_once_and_unfinished_lines_last() -> None:
@@ -123,7 +123,7 @@ def test_lines_of_a_moment_come_once_and_unfinished_lines_last() -> None:
     assert output == "a\na\n"
     cluster.text += f"ing\n{SECOND}2.1Z b\n"
     output, position, dropped = read(cluster, record(), position)
-    assert (output, dropped) == ("Loading\nb\n", 0)
+    assert (output, dropped) == ("Loading\nb\n", False)
     cluster.text += f"{SECOND}3.1Z half"
     assert read(cluster, record(), position)[0] == ""
     assert read(cluster, record(status=JobStatus.SUCCEEDED), position)[0] == "half\n"
@@ -135,13 +135,13 @@ def test_reading_continues_in_kept_logs_and_then_in_the_next_attempt() -> None:
     _, position, _ = read(cluster, record())
     cluster.text, cluster.kept = None, {logs_name("job-1", 1): f"{SECOND}1.5Z a\n{SECOND}1.6Z b\n"}
     output, position, dropped = read(cluster, record(attempts=2), position)
-    assert (output, dropped) == ("b\n", 0)
+    assert (output, dropped) == ("b\n", False)
     cluster.text = f"{SECOND}0.1Z c\n"  # by a clock that is behind
     assert read(cluster, record(attempts=2), position)[0] == "--- attempt 2 ---\nc\n"
 
 
-@pytest.mark.parametrize(("first", "dropped"), [("1.5", 0), ("1.6", None)])
-def test_lines_that_a_node_has_removed_are_reported(first: str, dropped: int | None) -> None:
+@pytest.mark.parametrize(("first", "dropped"), [("1.5", False), ("1.6", True)])
+def test_lines_that_a_node_has_removed_are_reported(first: str, dropped: bool) -> None:
     cluster = Cluster()
     cluster.text = f"{SECOND}1.5Z a\n"
     _, position, _ = read(cluster, record())

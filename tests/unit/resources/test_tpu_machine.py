@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fakes.http_server import Answer, Request, http_server
-from resources.jobs.tpu_machine import preemption_announced, remove_tpu_lockfile_on_exit
+from resources.backends.ray.replica import preemption_announced, remove_tpu_lockfile_on_exit
 
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
 
