@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from fakes.polling import eventually
-from resources.backends.ray.controlled_job import ControlledJob, LogFile
-from resources.backends.ray.controller import Controller
+from resources.backends.ray.controller import ControlledJob, Controller, LogFile
 from resources.backends.ray.orders import JobOrder, Output, ProcessEnd, ProcessOrder, SentFolder, this_machine
 from resources.backends.ray.replica import run_process
 from resources.config import ResourceConfig
