@@ -105,12 +105,12 @@ class ActorLine:
             try:
                 self._connect()
                 self._read()
-                self._fail_lost_calls()
-            except ActorDied as error:
-                self._death = error
-                self._fail_everything(error)
+                if self._on_their_way:  # nothing is sent without a connection
+                    self._fail(self._judge(), only_sent=True)
             except Exception as error:  # noqa: BLE001 - the boundary of the thread: waiting callers get the error
-                self._fail_everything(error)
+                if isinstance(error, ActorDied):
+                    self._death = error
+                self._fail(error)
             with self._lock:
                 if not self._waiting:
                     self._works = False
@@ -215,21 +215,13 @@ class ActorLine:
             else "Call it from a host that can reach that address, such as from a job of the same backend.",
         )
 
-    def _fail_lost_calls(self) -> None:
-        if not self._on_their_way:  # nothing is sent without a connection
-            return
-        error = self._judge()
+    def _fail(self, error: Exception, *, only_sent: bool = False) -> None:
         with self._lock:
-            lost = list(self._on_their_way.values())
+            futures = list(self._on_their_way.values())
             self._on_their_way.clear()
-        for future in lost:
-            future.set_exception(_again(error))
-
-    def _fail_everything(self, error: Exception) -> None:
-        with self._lock:
-            futures = [*self._on_their_way.values(), *(future for _, future in self._waiting)]
-            self._on_their_way.clear()
-            self._waiting.clear()
+            if not only_sent:
+                futures += [future for _, future in self._waiting]
+                self._waiting.clear()
         for future in futures:
             future.set_exception(_again(error))
 

@@ -19,39 +19,27 @@ _log = logging.getLogger(__name__)
 
 
 class LeaseRenewer:
-    """Renews the leases of this process' jobs in a daemon thread, six times per lease."""
+    """Renews the leases of this process' jobs six times per lease, each in a daemon thread: none waits for another."""
 
     def __init__(self, *, lease_seconds: float) -> None:
         self._renew_seconds = lease_seconds / _RENEWALS_PER_LEASE
-        self._jobs: dict[str, Callable[[], bool]] = {}
-        self._lock = threading.Lock()
-        self._closed: threading.Event | None = None  # close event of the running thread
+        self._closed = threading.Event()
 
     def add(self, job_id: str, renew: Callable[[], bool]) -> None:
         """Calls `renew` regularly until it returns False, which reports that the job has finished."""
-        with self._lock:
-            self._jobs[job_id] = renew
-            if self._closed is None:
-                self._closed = threading.Event()
-                threading.Thread(target=self._keep, args=(self._closed,), name="job-leases", daemon=True).start()
+        arguments = (job_id, renew, self._closed)
+        threading.Thread(target=self._keep, args=arguments, name="job-lease", daemon=True).start()
 
     def close(self) -> None:
-        """Stops all renewals until another job is added."""
-        with self._lock:
-            self._jobs.clear()
-            if self._closed is not None:
-                self._closed.set()
-            self._closed = None
+        """Stops the renewals of all jobs that were added so far."""
+        self._closed.set()
+        self._closed = threading.Event()
 
-    def _keep(self, closed: threading.Event) -> None:
+    def _keep(self, job_id: str, renew: Callable[[], bool], closed: threading.Event) -> None:
         while not closed.wait(self._renew_seconds):
-            with self._lock:
-                jobs = list(self._jobs.items())
-            for job_id, renew in jobs:
-                try:
-                    with suppress(BackendUnavailable):  # jobs that cannot reach it either keep running
-                        if not renew():
-                            with self._lock:
-                                self._jobs.pop(job_id, None)
-                except (AssayError, OSError, ValueError) as error:  # the other jobs must still get their renewals
-                    _log.warning("the lease of %s could not be renewed: %s", job_id, error)
+            try:
+                with suppress(BackendUnavailable):  # jobs that cannot reach it either keep running
+                    if not renew():
+                        return
+            except (AssayError, OSError, ValueError) as error:
+                _log.warning("the lease of %s could not be renewed: %s", job_id, error)

@@ -11,10 +11,10 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from resources.backends.current import client_from_url
 from resources.backends.job_folders import FolderClient, FolderJob
 from resources.backends.processes import (
     device_variables,
@@ -202,17 +202,14 @@ def client_from_address(host: str, path: str) -> LocalClient:
         raise BadInput(
             expected="local, or local:///folder", found=f"local://{host}{path}", remedy="Correct ASSAY_JOBS."
         )
-    return LocalClient(Path(path)) if path else local_client()
+    return LocalClient(Path(path) if path else None)
 
 
 def local_client() -> LocalClient:
     """Returns the client of this process; a forked child gets its own."""
-    return _client_of_process(os.getpid())
-
-
-@cache
-def _client_of_process(process_id: int) -> LocalClient:
-    return LocalClient()
+    client = client_from_url("local")
+    assert isinstance(client, LocalClient)
+    return client
 
 
 def _check_device(device: Device, *, device_root: Path) -> None:
