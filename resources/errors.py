@@ -49,11 +49,7 @@ class AssayError(Exception):
 
 
 def error_of(values: Mapping[str, Any]) -> AssayError:
-    """Recreates the error that gave `as_values`, with its own class if that is imported.
-
-    Raises:
-        KeyError: a part is missing.
-    """
+    """Recreates the error that gave `as_values`, with its own class if that is imported; KeyError without a part."""
     known = AssayError.kinds.get(str(values["kind"]), AssayError)
     return known(expected=str(values["expected"]), found=str(values["found"]), remedy=str(values["remedy"]))
 

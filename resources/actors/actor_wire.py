@@ -80,10 +80,8 @@ def greet_caller(
 ) -> None:
     """Runs the actor's side of the handshake on a freshly accepted connection, within `timeout_seconds` in total.
 
-    The job id `actor` detects a port that another actor took over.
-
-    Raises:
-        OSError: the caller is gone, is too slow, or does not have the key.
+    The job id `actor` detects a port that another actor took over. Raises OSError for a caller that is gone, is too
+    slow, or does not have the key.
     """
     _tune(connection)
     deadline = time.monotonic() + timeout_seconds

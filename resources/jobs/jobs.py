@@ -296,11 +296,7 @@ class Client(Protocol):
         ...
 
     def attach(self, job_id: str) -> JobHandle:
-        """Returns a handle on a job that any process has submitted to this backend.
-
-        Raises:
-            BadInput: the job does not exist, or the backend has forgotten it.
-        """
+        """Returns a handle on a job that any process has submitted; raises `BadInput` if it is unknown or forgotten."""
         ...
 
     def jobs(self) -> list[JobDetails]:
@@ -308,11 +304,7 @@ class Client(Protocol):
         ...
 
     def check_resources(self, resources: ResourceConfig) -> None:
-        """Checks a request before code is packed or built, with the same errors as `submit`.
-
-        Raises:
-            UnsatisfiableResources: this backend can never provide the requested resources.
-        """
+        """Raises as `submit` does, before code is packed, if this backend can never provide the resources."""
         ...
 
     def shutdown(self) -> None:

@@ -83,10 +83,8 @@ def check_gcs_paths_same_region(
     Args:
         obj: a configuration: mappings, sequences, sets, dataclasses, pydantic models and paths, in any nesting.
         local_ok: accepts an unknown region with a warning, in place of an error.
-        region: the region; detected when None.
         skip_if_prefix_contains: ignores paths with any of these in their position.
-        region_getter: detects the region; `region_of_this_machine` when None.
-        path_checker: checks a path; `check_path` when None.
+        region_getter: detects the region if `region` is None; `region_of_this_machine` when None.
         resources: `regions` of these, best first, override the machine's region; `obj.resources` when None.
         max_egress_usd: limit for reading all data of other regions once; when None, any such read is an error.
     """

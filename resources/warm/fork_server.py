@@ -52,7 +52,6 @@ def fork_server(
         client: runs the server as a job that ends with this process, on the machine of the commands.
         variables: environment of the import. Runs bring their own, with equal values of the variables read at import.
         inherited: names of the variables that it inherits in addition; all when None.
-        preload_arguments: passed to the program's `preload`.
     """
     folder = folder_for_a_socket()
     job: JobHandle | None = None

@@ -87,7 +87,6 @@ class IrisController:
         Args:
             files: files to write below the job's working directory on the worker.
             hosts: tasks per replica.
-            bundle: zip of the workspace; empty without a workspace.
             installs: True if a container installs the workspace's project and the packages before it starts.
         """
         asked, device, tasks = request.resources, request.resources.device, request.replica_count * hosts
