@@ -68,5 +68,6 @@ def test_tokenizer_of_sentencepiece_alone_is_read_alike_by_engine_and_harnesses(
     assert len(ids) > 20
     for spec in (engine, LM_EVAL, HELM):
         assert json.loads(run_in(spec, "read", folder, PROBE, "with", "transformers")) == ids
-    [record] = evaluated(tmp_path, "--model", "run", "--eval", "demo_facts")
-    assert record.metrics
+    evaluated(tmp_path, "--model", "run", "--eval", "demo_facts")
+    records = evaluated(tmp_path, "--model", "run", "--evaluator", "helm", "--eval", "demo_mcqa")
+    assert len(records) == 2 and all(record.metrics for record in records)

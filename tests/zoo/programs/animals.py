@@ -4,10 +4,11 @@ environment.
     python animals.py ORDER.json
 
 An order is {"prompts", "engine", "answers", "checkpoints"}. A checkpoint is {"folder", "architecture", "tied", "dtype",
-"seed", "like", "change", "mean_of", "sharded"}: `change` names its difference from the checkpoint of another seed,
-`like`; with `mean_of` it is the average of the checkpoints of these seeds. Each is written next to its tokenizer, and
-scored twice: with transformers in float32, and with vLLM unchanged, started for it with the arguments `engine`. Writes
-log-probabilities, or an error, to the file `answers`, by folder and program.
+"seed", "like", "change", "mean_of", "sharded", "pieces"}: `change` names its difference from the checkpoint of another
+seed, `like`; with `mean_of` it is the average of the checkpoints of these seeds; `pieces` is the size of its
+SentencePiece tokenizer, 0 for bytes. Each is written next to its tokenizer, and scored twice: with transformers in
+float32, and with vLLM unchanged, started for it with the arguments `engine`. Writes log-probabilities, or an error, to
+the file `answers`, by folder and program.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def make(checkpoint: dict[str, Any]) -> None:
 
     class_name, small = ARCHITECTURES[checkpoint["architecture"]]
     tied = {"tie_word_embeddings": checkpoint["tied"]}
-    words = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, **tied}
+    words = {"vocab_size": checkpoint["pieces"] or VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, **tied}
     whole = {**small, **tied, "text_config": {**small["text_config"], **words}} if "text_config" in small else small
     config = getattr(transformers, class_name)(**({**words, **small} if whole is small else whole))
     like = checkpoint.get("like")
@@ -172,6 +173,15 @@ def change(model: Any, kind: str, seed: int) -> None:
             raise ValueError(f"expected a change, found {kind!r}")
 
 
+def ids_of(folder: str, prompt: str) -> list[int]:
+    """Returns a prompt's ids: by SentencePiece itself where the folder has its model, else its bytes."""
+    model = Path(folder) / "tokenizer.model"
+    if not model.exists():
+        return list(prompt.encode())
+    sentencepiece: Any = importlib.import_module("sentencepiece")
+    return sentencepiece.SentencePieceProcessor(model_file=str(model)).encode(prompt)
+
+
 def ask_transformers(folder: str, prompts: list[str]) -> list[list[float]]:
     """Returns log-probabilities of each prompt's tokens after the first, in float32."""
     import torch
@@ -185,7 +195,7 @@ def ask_transformers(folder: str, prompts: list[str]) -> list[list[float]]:
     )
     answers = []
     for prompt in prompts:
-        ids = torch.tensor([list(prompt.encode())])
+        ids = torch.tensor([ids_of(folder, prompt)])
         with torch.inference_mode():
             values = model(ids).logits[0, :-1].float().log_softmax(-1)
         answers.append(values.gather(-1, ids[0, 1:, None]).flatten().tolist())
@@ -203,7 +213,7 @@ def ask_vllm(folder: str, prompts: list[str], engine: dict[str, Any]) -> dict[st
     asked = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
     def ask(prompts: list[str]) -> list[list[float]]:
-        outputs = model.generate([{"prompt_token_ids": list(prompt.encode())} for prompt in prompts], asked)
+        outputs = model.generate([{"prompt_token_ids": ids_of(folder, prompt)} for prompt in prompts], asked)
         return [
             [
                 logprobs[token].logprob
