@@ -107,9 +107,7 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
     If the policy's gate decides early, it repeats in rounds: cells that need whole results of earlier cells follow
     those, and cells that an early verdict sends to a whole evaluation follow that. If the policy dispatches to work
     pools, cells are sent there instead. The expected cost, with each cell evaluated whole, is logged before the start.
-
-    Args:
-        only: selects among the pending cells.
+    `only` selects among the pending cells.
     """
     if deployment.id:
         check_policy_paths(policy)

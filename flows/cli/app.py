@@ -168,13 +168,8 @@ def _tree(module: str) -> ast.Module:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs a command.
-
-    Raises:
-        BadInput: the spelling of the command is an earlier spelling.
-        CycloptsError: the command line cannot be read; the reason has been printed.
-        SystemExit: the command has another exit code than 0.
-    """
+    """Runs a command; raises BadInput for an earlier spelling, CycloptsError if it cannot be read, which is printed,
+    and SystemExit for another exit code than 0."""
     for words in (2, 1):
         if (replaced := REMOVED.get(" ".join(arguments[:words]))) is not None:
             raise BadInput(

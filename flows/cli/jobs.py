@@ -208,11 +208,8 @@ def follow(
     note: Callable[[str], None],
     patience_seconds: float = 60.0,
 ) -> JobDetails:
-    """Writes a job's log from its beginning until the job ends; returns its final details.
-
-    Args:
-        note: receives remarks about the job itself: pending reasons and restarts.
-        patience_seconds: longest time without an answer of the backend, as its head may be restarting.
+    """Writes a job's log from its beginning until the job ends; returns its final details. `note` receives remarks
+    about the job itself: pending reasons, restarts, and silence of its backend, which may be restarting.
     """
     logs = {replica: _ShownLog(b"[%d] " % replica if len(replicas) > 1 else b"") for replica in replicas}
     noted: str | None = None

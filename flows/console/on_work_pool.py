@@ -107,10 +107,8 @@ def send(
 ) -> SeriesResult:
     """Sends an evaluation, or a suite with its full content, to the work pool of the best region and waits for it.
 
-    Args:
-        request: the request; local paths must be valid on that machine.
-        max_egress_usd: limit for the cost of reading the checkpoints from another region.
-        max_usd: limit for the expected cost; none when None.
+    Local paths must be valid on that machine. `max_egress_usd` limits the cost of reading the checkpoints from another
+    region, `max_usd` the whole expected cost.
     """
     paths = {name: path for name in _PATHS if (path := getattr(request, name))}
     whole = request.model_copy(

@@ -56,10 +56,8 @@ def run_series(
 ) -> SeriesResult:
     """Runs a flow in this process, with live progress.
 
-    Args:
-        request: the request that the flow carries out. It is planned first, without Prefect, and the flow is skipped if
-            nothing is left to do; unless a configured Prefect server must show it, or incomplete checkpoints are
-            waited for.
+    The `request` that it carries out is planned first, without Prefect, and the flow is skipped if nothing is left to
+    do; unless a configured Prefect server must show it, or incomplete checkpoints are waited for.
     """
     began = now()
     evaluated: set[int] = set()
@@ -107,10 +105,7 @@ def records_if_finished(request: Request, plan: Plan) -> list[Record] | None:
     """Returns the records of a plan without Prefect if every cell has a record, and every sink has received it.
 
     Writes the report and the gate's verdict as a flow run would. Returns None, without any effect, if cells or sinks
-    are pending.
-
-    Raises:
-        OverBudget: the pending cells are expected to cost more than the limit.
+    are pending. Raises OverBudget if the pending cells are expected to cost more than the limit.
     """
     if not all(cell.done and _is_announced(cell) for cell in plan.cells):
         try:

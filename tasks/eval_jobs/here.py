@@ -49,10 +49,7 @@ class PreparedJob:
 
 def prepare(read: EvalJob, *, local: bool, scratch: Path | None, note: Callable[[str], None]) -> PreparedJob:
     """Connects to the tracking server, then fetches the model; with `local` the CPU replaces a missing accelerator.
-
-    Args:
-        scratch: folder for model and records; when None, the container's, or a cache folder if `local`.
-    """
+    Model and records are in `scratch`; when None, in the container's folder, or in a cache folder if `local`."""
     state = read.git_state()
     origin = read.origin(state, job_name=read.name_here(state)).in_container(variables_like("*"))
     sink = sink_of(read.job, origin, files=read.files)

@@ -41,6 +41,7 @@ _Size = Annotated[str, AfterValidator(str.strip), _matching(r"(?i)\d+(\.\d+)?\s*
 _Image = Annotated[
     str, _matching(r"[\w.-]+(:\d+)?(/[\w.-]+)*", "the name of an image without its tag (put the tag in image_tag)")
 ]
+_Bucket = Annotated[str, _matching("gs://.*", "an address that begins with gs:// (other places go into path)")]
 _ImageTag = Annotated[str, _matching(r"[\w][\w.-]{0,127}|sha256:[0-9a-f]{64}", "a tag, or a digest sha256:…")]
 
 
@@ -137,17 +138,10 @@ class ModelSource(Config):
 
     mlflow_artifact: MlflowArtifact | None = None
     """A model that was logged to a run in MLflow."""
-    gs_uri: str | None = None
+    gs_uri: _Bucket | None = None
     """A checkpoint in Hugging Face layout in a bucket, gs://…."""
     path: str | None = None
     """A checkpoint anywhere else: s3://…, models:/…, or a folder of this machine for `--local`."""
-
-    @field_validator("gs_uri")
-    @classmethod
-    def _is_in_a_bucket(cls, uri: str | None) -> str | None:
-        if uri is not None and not uri.startswith("gs://"):
-            raise ValueError(f"expected an address that begins with gs://, found {uri!r}: other places go into path")
-        return uri
 
     @model_validator(mode="after")
     def _check_single_source(self) -> ModelSource:

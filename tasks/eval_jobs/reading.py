@@ -184,12 +184,8 @@ def evaluation_of(
     entries: Sequence[RunEntry] = (),
     sinks: tuple[Sink, ...] = (),
 ) -> EvaluationConfig | SuiteRequest:
-    """Returns the evaluation of a job; a suite request if `job.request` is a suite.
-
-    Args:
-        device: the local device if it differs from the job's.
-        sinks: sinks in addition to the job's own.
-    """
+    """Returns the evaluation of a job; a suite request if `job.request` is a suite. `device`: the local device if it
+    differs from the job's. `sinks`: in addition to the job's own."""
     request, compute = job.request, job.compute_config
     resources = ResourceConfig(
         cpu=compute.cpu,

@@ -266,14 +266,9 @@ class Asker:
         progress: ShardProgress | None = None,
         on_all_asked: Callable[[], None] = lambda: None,
     ) -> list[AnswerRow]:
-        """Requests all samples of all rows; returns them in order.
-
-        Args:
-            first_prompt: number of the first row's prompt.
-            prefix: path of the cell that the requests belong to.
-            progress: updated with each answer.
-            on_all_asked: called when the last request has started, so that slots become free soon.
-        """
+        """Requests all samples of all rows, and returns them in order. `first_prompt`: number of the first row's
+        prompt. `prefix`: path of the cell that the requests belong to. `progress`: updated with each answer.
+        `on_all_asked`: called when the last request has started, so that slots become free soon."""
         progress = progress or ShardProgress()
         samples = self._sampling.samples
         answer_rows: list[AnswerRow | None] = [None] * (len(rows) * samples)

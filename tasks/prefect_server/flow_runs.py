@@ -182,7 +182,8 @@ class ProgressBar:
         pause_seconds: float = _SECONDS_BETWEEN_UPDATES,
     ) -> None:
         self._run, self._also, self._pause_seconds = run, also, pause_seconds
-        self._send = send or _Artifact(f"{artifact_key(run)}-progress").show
+        self._send = send or self._send_artifact
+        self._artifact: UUID | None = None
         self._lock, self._woken, self._closing = threading.Lock(), threading.Event(), threading.Event()
         self._shares: dict[int, float] = {}
         self._done: set[int] = set()
@@ -240,17 +241,12 @@ class ProgressBar:
                 self._woken.set()
             self._closing.wait(self._pause_seconds)
 
-
-class _Artifact:
-    def __init__(self, key: str) -> None:
-        self._key = key
-        self._made: UUID | None = None
-
-    def show(self, percent: float, described: str) -> None:
+    def _send_artifact(self, percent: float, described: str) -> None:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # retries are pointless: newer progress follows soon
-            if self._made is None:
-                made = create_progress_artifact(percent, key=self._key, description=described)
+            if self._artifact is None:
+                key = f"{artifact_key(self._run)}-progress"
+                made = create_progress_artifact(percent, key=key, description=described)
                 assert isinstance(made, UUID), "there is no event loop in the thread that shows it"
-                self._made = made
+                self._artifact = made
             else:
-                update_progress_artifact(self._made, percent, description=described)
+                update_progress_artifact(self._artifact, percent, description=described)

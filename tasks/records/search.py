@@ -38,7 +38,7 @@ from tasks.records.record import (
     write_record,
 )
 from tasks.records.samples import SAMPLES_NAME
-from tasks.spec.evaluators import evaluator_title, evaluator_titles
+from tasks.spec.evaluators import EVALUATORS, evaluator_title
 from tasks.spec.labels import folder_of
 from tasks.spec.names import how_many, name_of, name_of_source, parts_of, step_of
 
@@ -66,8 +66,8 @@ class RecordFilter:
 
     def check(self) -> None:
         """Raises `BadInput` for evaluators and statuses that do not exist."""
-        titles = evaluator_titles()
-        _check("evaluator", self.evaluators, [*titles, *map(str.lower, titles.values())])
+        titles = [evaluator_title(name).lower() for name in EVALUATORS]
+        _check("evaluator", self.evaluators, [*EVALUATORS, *titles])
         _check("status", self.statuses, get_args(RecordStatus))
 
     def select(self, records: Sequence[Record]) -> list[Record]:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from threading import Event
@@ -109,14 +109,11 @@ def publish_rest(
 
 
 def _publish(announcement: Announcement, sinks: Sequence[Sink], senders: Senders | None) -> dict[str, SinkState]:
-    if senders is None:
-        with Senders() as own:
-            return _publish(announcement, sinks, own)
-    stop = Event()
-    with ThreadPoolExecutor(len(sinks), thread_name_prefix="sink") as threads:
+    stop, shared = Event(), nullcontext(senders) if senders is not None else Senders()
+    with shared as used, ThreadPoolExecutor(len(sinks), thread_name_prefix="sink") as threads:
         try:
             # The context carries the Prefect run; blocks are loaded from its server.
-            running = [threads.submit(copy_context().run, _state, announcement, sink, senders, stop) for sink in sinks]
+            running = [threads.submit(copy_context().run, _state, announcement, sink, used, stop) for sink in sinks]
             return {sink.name: future.result() for sink, future in zip(sinks, running, strict=True)}
         except BaseException:  # a signal: sends in progress are aborted
             stop.set()
@@ -220,12 +217,8 @@ def publish_missing(
     rejected: dict[str, str] | None = None,
 ) -> list[Published]:
     """Sends every succeeded record below a folder to the sinks that lack it, oldest first, then alerts and reports.
-
-    Args:
-        sinks: the destinations; if None, those of each record's own evaluation.
-        again: send also to sinks that already have the record.
-        rejected: filled with invalid records by cell, and the reason.
-    """
+    Without `sinks`, to those of each record's own evaluation; with `again`, also to sinks that have the record.
+    `rejected` is filled with the reason for each invalid record, by cell."""
     every = find_records(path, rejected=rejected)
     records = sorted(((e.cell_uri, e.record) for e in every if e.record.succeeded), key=lambda pair: pair[1].created)
     sinks_by_cell: dict[str, Sequence[Sink]] = {}

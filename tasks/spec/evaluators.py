@@ -155,11 +155,6 @@ def evaluator_title(name: str) -> str:
     return options_kind(name).title if name in EVALUATORS else name
 
 
-def evaluator_titles() -> dict[str, str]:
-    """Returns the title of each evaluator by its name."""
-    return {name: evaluator_title(name) for name in EVALUATORS}
-
-
 def short_evaluator_names() -> dict[str, str]:
     """Returns evaluator names by their short names on the command line, which are those of their folders."""
     return {package.rpartition(".")[2].replace("_", "-"): name for name, package in EVALUATORS.items()}

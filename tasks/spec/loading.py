@@ -110,15 +110,12 @@ def _tags(node: dict[str, Any]) -> set[str]:
 
 
 def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    reference = node.get("$ref")
-    if reference is None:
-        objects = [each for each in _alternatives(node, schema) if "properties" in each or "items" in each]
-        return objects[0] if len(objects) == 1 else node
-    return schema["$defs"][reference.rsplit("/", 1)[1]]
+    objects = [each for each in _alternatives(node, schema) if "properties" in each or "items" in each]
+    return objects[0] if len(objects) == 1 else node
 
 
 def _alternatives(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
     if "$ref" in node:
-        return [schema["$defs"][node["$ref"].rsplit("/", 1)[1]]]
+        return _alternatives(schema["$defs"][node["$ref"].rsplit("/", 1)[1]], schema)
     options = node.get("anyOf") or node.get("oneOf")
     return [alternative for option in options for alternative in _alternatives(option, schema)] if options else [node]

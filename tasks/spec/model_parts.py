@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 from pools.weights.merges import with_options
 from resources.config import Config
@@ -25,7 +25,8 @@ class ModelParts(Config):
 
 def with_parts_named(values: Any, field: str = "model_path") -> Any:
     """Moves the model's parts in a request into a field of it, as options in the names of its locations."""
-    given = {name: values[name] for name in ModelParts.model_fields if values.get(name)} if _is_dict(values) else {}
+    is_request = isinstance(values, dict)
+    given = {name: values[name] for name in ModelParts.model_fields if values.get(name)} if is_request else {}
     if not given:
         return values
     parts = ModelParts.model_validate(given)
@@ -39,7 +40,3 @@ def with_parts_named(values: Any, field: str = "model_path") -> Any:
             return {**left, field: [named(place) for place in places]}
         case _:
             raise ValueError(f"expected {field} with {', '.join(given)}: name the checkpoints")
-
-
-def _is_dict(values: Any) -> TypeGuard[dict[str, Any]]:
-    return isinstance(values, dict)
