@@ -197,6 +197,8 @@ class GenerationConfig(ModelParts):
             return values
         if values.get("pool_config") and values.get("pool_name"):
             raise ValueError("expected pool_config or pool_name, found both: remove either")
+        if values.get("pool_config") and values.get("model_path") is None:
+            raise ValueError("expected model_path with pool_config: name a run or a checkpoint")
         if values.get("pool_name") or values.get("pool_config"):
             return values
         if not isinstance(path := values.get("model_path"), str):
@@ -207,12 +209,6 @@ class GenerationConfig(ModelParts):
     @classmethod
     def _model_named(cls, values: Any) -> Any:
         return with_parts_named(with_merge_named(values))
-
-    @model_validator(mode="after")
-    def _checkpoints_are_named(self) -> GenerationConfig:
-        if self.pool_config is not None and self.model_path is None:
-            raise ValueError("expected model_path with pool_config: name a run or a checkpoint")
-        return self
 
     @property
     def run_name(self) -> str:

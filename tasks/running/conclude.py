@@ -17,6 +17,7 @@ from tasks.reports.artifacts import browser_address, report_uri
 from tasks.reports.texts import verdict_markdown
 from tasks.running.cells import Cell, conclude, standing_record
 from tasks.running.early import unfinished_verdict
+from tasks.sinks.announcement import Announcement
 from tasks.sinks.publishing import missing_sinks, publish_record, publish_rest
 from tasks.sinks.senders import Senders
 from tasks.spec.names import artifact_key
@@ -64,7 +65,7 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
     Records of this run were sent when they were written. Failures are logged and not retried: a record lists the sinks
     that have it, and the next run or `assay publish` adds the rest.
     """
-    sent: list[tuple[Record, str, Sink]] = []
+    sent: list[tuple[Announcement, Sink]] = []
     with Senders() as senders:
         for cell in cells:
             item = standing_record(cell) if cell.config.sinks else None
@@ -77,7 +78,7 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
                 if state is None or state.at < since:
                     continue
                 if state.status == "published":
-                    sent.append((item.record, item.cell_uri, sink))
+                    sent.append((Announcement.of(item.record, item.cell_uri), sink))
                 else:
                     reason = " ".join((state.reason or "").split())
                     report_event(f"{cell.title}: {sink.name} does not have its record: {reason}")

@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
@@ -67,45 +67,35 @@ def publish_record(
 
 
 def publish_report(
-    record: Record, cell_uri: str, sinks: Sequence[Sink], *, senders: Senders | None = None
+    of_run: Announcement, sinks: Sequence[Sink], *, senders: Senders | None = None
 ) -> dict[str, SinkState]:
     """Sends the report over a record's run, if there is a report; returns its state at the sinks that accept it."""
-    announcement = Announcement.of(record, cell_uri).of_report()
-    states = _publish(announcement, sinks, senders) if sinks and storage.exists(announcement.report_uri) else {}
+    report = of_run.of_report()
+    states = _publish(report, sinks, senders) if sinks and storage.exists(report.report_uri) else {}
     return {name: state for name, state in states.items() if state.status == "failed" or state.where is not None}
 
 
 def publish_alerts(
-    record: Record,
-    cell_uri: str,
-    sinks: Sequence[Sink],
-    alerts: Sequence[KnownAlert],
-    *,
-    senders: Senders | None = None,
+    of_series: Announcement, sinks: Sequence[Sink], alerts: Sequence[KnownAlert], *, senders: Senders | None = None
 ) -> dict[str, SinkState]:
     """Sends alerts of a record's series; returns their state at the sinks that accept alerts."""
-    announcement = Announcement.of(record, cell_uri).of_alerts(alerts)
+    own = of_series.of_alerts(alerts)
     taking = [sink for sink in sinks if sink.takes_alerts]
-    return _publish(announcement, taking, senders) if announcement.alerts and taking else {}
+    return _publish(own, taking, senders) if own.alerts and taking else {}
 
 
 def publish_rest(
-    sent: Iterable[tuple[Record, str, Sink]], alerts_of: Callable[[str], Sequence[KnownAlert]], *, senders: Senders
+    sent: Sequence[tuple[Announcement, Sink]], alerts_of: Callable[[str], Sequence[KnownAlert]], *, senders: Senders
 ) -> Iterator[tuple[str, dict[str, SinkState]]]:
-    """Sends alerts and reports that follow from records, given with their cell's folder and a sink that just got them.
-    Alerts are sent once for each series, a report once for each run and evaluator. Yields a title of each with its
-    states. `alerts_of` returns the alerts in a run's folder."""
-    series: dict[tuple[str, str], tuple[Record, str, Sink]] = {}
-    runs: dict[tuple[str, str, str], tuple[Record, str, Sink]] = {}
-    for record, cell_uri, sink in sent:
-        series[Announcement.of(record, cell_uri).series.id, sink.name] = record, cell_uri, sink
-        runs[record.checkpoint.run, record.evaluator, sink.name] = record, cell_uri, sink
-    for record, cell_uri, sink in series.values():
-        alerts = alerts_of(Announcement.of(record, cell_uri).run_uri)
-        states = publish_alerts(record, cell_uri, (sink,), alerts, senders=senders)
-        yield f"alerts of {record.checkpoint.run}", states
-    for record, cell_uri, sink in runs.values():
-        yield f"report of {record.checkpoint.run}", publish_report(record, cell_uri, (sink,), senders=senders)
+    """Sends alerts and reports that follow from records, each given with a sink that just got it. Alerts are sent once
+    for each series, a report once for each run and evaluator. Yields a title of each with its states. `alerts_of`
+    returns the alerts in a run's folder."""
+    for each, sink in {(each.series.id, sink.name): (each, sink) for each, sink in sent}.values():
+        states = publish_alerts(each, (sink,), alerts_of(each.run_uri), senders=senders)
+        yield f"alerts of {each.series.run}", states
+    runs = {(each.series.run, each.series.evaluator, sink.name): (each, sink) for each, sink in sent}
+    for each, sink in runs.values():
+        yield f"report of {each.series.run}", publish_report(each, (sink,), senders=senders)
 
 
 def _publish(announcement: Announcement, sinks: Sequence[Sink], senders: Senders | None) -> dict[str, SinkState]:
@@ -239,14 +229,15 @@ def publish_missing(
             outcomes.append(Published(title, sink, state))
             on_published(outcomes[-1])
 
-    sent: list[tuple[Record, str, Sink]] = []
+    sent: list[tuple[Announcement, Sink]] = []
     with Senders() as senders:
         for cell, record in records:
             due = tuple(sinks_by_cell[cell]) if again else missing_sinks(record, sinks_by_cell[cell])
             states = publish_record(record, cell, due, senders=senders)
             note_sinks(cell, states)
             note(f"{record.checkpoint.name} {record.evaluator}", states)
-            sent += [(record, cell, sink) for sink in due if states[sink.name].status == "published"]
+            announcement = Announcement.of(record, cell)
+            sent += [(announcement, sink) for sink in due if states[sink.name].status == "published"]
 
         def announced(run_uri: str) -> list[KnownAlert]:
             return [known for known in read_alerts(run_uri).values() if known.announced]

@@ -242,15 +242,11 @@ class EvaluationConfig(Request):
         return {**values, "pool_config": {"model": {"name": values.get("model_name") or name}}}
 
     @model_validator(mode="after")
-    def _endpoint_is_valid(self) -> EvaluationConfig:
+    def _endpoint_and_pool_fit(self) -> EvaluationConfig:
         if self.base_url is not None and not self.base_url.rstrip("/").endswith("/v1"):
             raise ValueError(f"expected a base_url that ends in /v1, found {self.base_url!r}")
         if self.served_model_name is not None and self.base_url is None:
             raise ValueError("served_model_name is for base_url: a pool names its checkpoints itself")
-        return self
-
-    @model_validator(mode="after")
-    def _single_path(self) -> EvaluationConfig:
         served = self.pool_config.model.path if self.pool_config else None
         if served is not None and served.rstrip("/") != self.model_path.rstrip("/"):
             raise ValueError(

@@ -24,6 +24,7 @@ from resources.environments.environments import ensure_environment
 from tasks.evaluators.environments import LM_EVAL
 from tasks.records.cost import Cost, Predicted
 from tasks.records.record import Record, SinkState, note_sinks, read_record
+from tasks.sinks.announcement import Announcement
 from tasks.sinks.hugging_face import HuggingFaceSink
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.object_store import ObjectStoreSink
@@ -320,7 +321,7 @@ def test_alert_appears_next_to_its_curve_once_at_sinks_with_curves(place: Place,
     before = place.everything()
 
     def publish(*alerts: KnownAlert) -> set[str]:
-        states = publish_alerts(record, str(cell), (place.sink,), alerts, senders=senders)
+        states = publish_alerts(Announcement.of(record, str(cell)), (place.sink,), alerts, senders=senders)
         return {state.status for state in states.values()}
 
     if not place.sink.takes_alerts:

@@ -15,6 +15,7 @@ from tasks.generation.config import PromptsConfig
 from tasks.generation.output import AnswerFolder, AnswerRow, decoded
 from tasks.generation.prompts import plan_prompts, rows_of
 from tasks.records.record import Record
+from tasks.sinks.announcement import Announcement
 from tasks.sinks.object_store import ObjectStoreSink
 from tasks.sinks.publishing import publish_record, publish_report
 from tasks.sinks.senders import Senders
@@ -88,9 +89,9 @@ def test_record_alone_arrives_where_the_harness_output_is_not_wanted(store: Fake
 
 def test_report_arrives_next_to_the_records_of_the_run(store: FakeGcs, senders: Senders, tmp_path: Path):
     record, cell = make_cell(tmp_path)
-    assert publish_report(record, str(cell), (SINK,), senders=senders) == {}, "there is none yet"
+    assert publish_report(Announcement.of(record, str(cell)), (SINK,), senders=senders) == {}, "there is none yet"
     (tmp_path / "run-a" / "report.html").write_text("<html>")
-    (state,) = publish_report(record, str(cell), (SINK,), senders=senders).values()
+    (state,) = publish_report(Announcement.of(record, str(cell)), (SINK,), senders=senders).values()
     assert state.where == "gs://bucket/evaluations/run-a/report.html"
     assert store.content("bucket", "evaluations/run-a/report.html") == b"<html>"
 

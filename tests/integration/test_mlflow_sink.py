@@ -194,7 +194,7 @@ def test_names_that_mlflow_refuses_are_rewritten_and_the_report_comes_without_ha
     record, cell = make_cell(tmp_path, metrics=(metric,))
     assert publish_record(record, str(cell), (sink,), senders=senders)[sink.name].status == "published"
     (tmp_path / "run-a" / "report.html").write_text("<html>")
-    assert publish_report(record, str(cell), (sink,), senders=senders)[sink.name].status == "published"
+    assert publish_report(Announcement.of(record, str(cell)), (sink,), senders=senders)[sink.name].status == "published"
     parent, children = runs_of(sink)
     assert parent.data.metrics == {
         "mmlu:subject_law/exact_match_strict": 0.5,

@@ -16,7 +16,7 @@ from fakes.cells import make_cell
 from fakes.wandb_files import OfflineRun, read_offline_run
 from fakes.wandb_server import fake_wandb
 from tasks.records.record import read_records
-from tasks.sinks.announcement import ALERT, SEVERAL_BUILDS
+from tasks.sinks.announcement import ALERT, SEVERAL_BUILDS, Announcement
 from tasks.sinks.publishing import publish_alerts, publish_record, publish_report
 from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
 
@@ -82,7 +82,7 @@ def test_try_that_was_cut_off_is_made_again_not_added_to_and_the_report_joins_th
     assert publish_record(record, str(cell), (OFFLINE,))[OFFLINE.name].status == "published"
     assert [line["training_step"] for run in runs_below(tmp_path) for line in run.history] == [100]
     (tmp_path / "run-a" / "report.html").write_text("<html>")
-    publish_report(record, str(cell), (OFFLINE,))
+    publish_report(Announcement.of(record, str(cell)), (OFFLINE,))
     runs = runs_below(tmp_path)
     assert len({run.id for run in runs}) == 1
     assert "report" in {kind for run in runs for kind in run.artifacts.values()}
@@ -100,7 +100,7 @@ def test_server_s_run_is_resumed_and_takes_a_record_once(tmp_path: Path, monkeyp
         ]
         for _ in range(2):
             record, cell = cells[100]
-            states += publish_alerts(record, str(cell), (sink,), [known_alert(record)]).values()
+            states += publish_alerts(Announcement.of(record, str(cell)), (sink,), [known_alert(record)]).values()
     assert [(state.status, state.reason) for state in states] == [("published", None)] * 5
     ((id_, run),) = server.runs.items()
     assert {state.where for state in states} == {f"{server.address}/team/p/runs/{id_}"}

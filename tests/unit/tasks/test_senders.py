@@ -19,6 +19,7 @@ from fakes.polling import eventual_pid, eventually, is_alive
 from fakes.processes import running_program
 from resources.errors import BadInput
 from tasks.records.record import SinkState
+from tasks.sinks.announcement import Announcement
 from tasks.sinks.publishing import publish_record, publish_report
 from tasks.sinks.senders import Senders
 from tasks.spec.evaluation import EvaluationConfig
@@ -152,7 +153,7 @@ def test_series_is_sent_by_a_single_process_that_ends_with_it(diary: Diary):
         record, cell = make_cell(diary.evaluations, step=300)
         (diary.evaluations / "run-a" / "report.html").touch()
         states = [diary.send(100, senders), diary.send(200, senders)]
-        states += publish_report(record, str(cell), (diary.sink,), senders=senders).values()
+        states += publish_report(Announcement.of(record, str(cell)), (diary.sink,), senders=senders).values()
         assert [(state.status, state.where) for state in states] == [
             ("published", "helm-100 ***"),
             ("published", "helm-200 ***"),
