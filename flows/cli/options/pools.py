@@ -29,15 +29,12 @@ class OptionGroup:
         """Returns the options that differ from their defaults, among `names` or all, as they are spelled."""
         defaults = {field.name: field.default for field in fields(self)}  # pyright: ignore[reportArgumentType]
         hints = get_type_hints(type(self), include_extras=True)
+        notes = {name: getattr(hints[name], "__metadata__", ()) for name in names or defaults}
         return [
-            next((str(*note.name) for note in _notes(hints[name]) if note.name), f"--{name.replace('_', '-')}")
-            for name in names or defaults
+            next((str(*note.name) for note in of_field if note.name), f"--{name.replace('_', '-')}")
+            for name, of_field in notes.items()
             if getattr(self, name) not in (None, defaults[name])
         ]
-
-
-def _notes(hint: Any) -> list[Parameter]:
-    return [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, Parameter)]
 
 
 @Parameter(name="*")
