@@ -21,7 +21,7 @@ class Lost(Exception):
 
 
 class NotConnected(Lost):
-    """No connection could be made: the replica has not received the request."""
+    """No connection could be made in time: the replica has not received the request."""
 
 
 class TakenAway(Lost):
@@ -99,7 +99,6 @@ class Call:
         origin = self.origin
         message = message_of(origin, method, target, headers, body)
         self._wants_stream = stream
-        self.deadline = origin.loop.time() + self._patience
         self._upstream.calls.add(self)
         connection = origin.take()
         if connection is not None:
@@ -153,6 +152,7 @@ class Call:
             connection.drop()
             raise self._error
         self._connection = connection
+        self.deadline = self.origin.loop.time() + self._patience
         connection.send(self, message)
         while self._error is None and not self._whole and not self._chunks_came():
             await self._news()
@@ -170,21 +170,17 @@ class Call:
             self._waiter = None
 
     async def _connect(self, origin: Origin) -> EngineConnection:
-        patience = min(self._upstream.connect_timeout_seconds, self.deadline - origin.loop.time())
+        self.deadline = origin.loop.time() + min(self._upstream.connect_timeout_seconds, self._patience)
         try:
             if "\0" in origin.host:
                 raise ValueError("a host name with a NUL: uvloop would look up only the part before it")
-            async with asyncio.timeout(patience) as self._connecting:
+            async with asyncio.timeout(None) as self._connecting:  # ended by `_fail`
                 _, connection = await origin.loop.create_connection(
                     lambda: EngineConnection(origin), origin.host, origin.port, ssl=origin.tls
                 )
                 return connection
         except (OSError, ValueError) as error:  # OSError includes TimeoutError; ValueError is an impossible host name
-            if self._error is not None:
-                raise self._error from None
-            if isinstance(error, TimeoutError) and origin.loop.time() >= self.deadline:
-                raise TimedOut from None
-            raise NotConnected from None
+            raise self._error or NotConnected() from error
         finally:
             self._connecting = None
 
@@ -194,7 +190,7 @@ class Call:
         if self._error is not None or self._whole:
             return
         self._error = error
-        if self._connecting is not None and not self._connecting.expired():
+        if self._connecting is not None:
             self._connecting.reschedule(self.origin.loop.time())
         self._wake()
 
@@ -247,7 +243,7 @@ class Call:
         if self._waits_for_room:  # no time-out: the proxy itself stopped reading
             self.deadline = max(self.deadline, now + self._patience)
         if now >= self.deadline:
-            self._fail(TimedOut())
+            self._fail(TimedOut() if self._connecting is None else NotConnected())
 
 
 class Upstream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -21,7 +22,7 @@ from fakes.wire import Script, read_request, scripted_engine
 from pools.protocol import Announcement
 from pools.proxy.connections.room import AnswerShare, BodyRoom
 from pools.proxy.connections.stream import EventRelay
-from pools.proxy.connections.upstream import STREAM_BUFFER_BYTES, Call, Lost, TimedOut, Upstream
+from pools.proxy.connections.upstream import STREAM_BUFFER_BYTES, Call, Lost, NotConnected, TimedOut, Upstream
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture:DeprecationWarning")
 
@@ -181,6 +182,32 @@ async def test_engine_that_is_silent_times_out_and_is_hung_up_on(upstream: Upstr
         with pytest.raises(TimedOut):
             await _asked(upstream, url, patience=0.1)
         await asyncio.wait_for(hung_up.wait(), 5)
+
+
+async def test_stall_of_this_process_while_it_connects_does_not_count(
+    upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def stall_and_connect(*args: Any, **options: Any) -> tuple[asyncio.BaseTransport, asyncio.BaseProtocol]:
+        time.sleep(0.3)  # blocks the loop, as a busy machine does
+        return await connect(*args, **options)
+
+    monkeypatch.setattr(loop, "create_connection", stall_and_connect)
+    async with scripted_engine(_answering(OK)) as url:
+        assert (await _asked(upstream, url, patience=0.1)).body == b"ok"
+
+
+async def test_host_that_accepts_no_connection_in_time_was_not_reached(
+    upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def connect(*_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", connect)
+    with pytest.raises(NotConnected):
+        await _asked(upstream, "http://127.0.0.1:9", patience=0.1)
 
 
 @pytest.mark.parametrize(("idle_seconds", "connections"), [(600, 1), (0.02, 2)])
