@@ -1,6 +1,11 @@
-"""Checks of a started engine: that it reads text by the checkpoint's tokenizer.json, and scores from its prefix cache.
+"""Checks of a checkpoint's tensors before an engine loads them, and of a started engine: its tokenizer, its scoring.
 
-A class that a checkpoint names by mistake, or that transformers takes for its architecture, replaces the file's rules.
+Tensors are held against the config: headers and the config are sufficient, since `programs/check_tensors.py` builds the
+model without memory for its weights. The answer is stored on this machine, for all checkpoints with the same config,
+names and shapes. Without an answer, the engine decides.
+
+An engine must read text by the checkpoint's tokenizer.json. A class that a checkpoint names by mistake, or that
+transformers takes for its architecture, replaces the file's rules.
 
 vLLM reads no cache for a prompt with requested log-probabilities, unless `skip_reading_prefix_cache` is false. Then it
 returns the token log-probs that it computed: those of cached tokens are omitted at the beginning, by one of vLLM's
@@ -10,21 +15,34 @@ model runners itself, in the other by `programs/reloading_worker.py`. So entries
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import re
+import tempfile
 import unicodedata
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from pools.config import InferencePoolConfig
 from pools.endpoint import GENERATE, Scoring
 from pools.engine.engine_client import CANARY_PROMPTS, EngineClient
-from pools.engine.launch import ServedCheckpoint
+from pools.engine.engines import CHECK_PROGRAM
+from pools.engine.launch import Launcher, ServedCheckpoint, check_job
 from pools.engine.reload_trust import ROUNDING_NATS
 from pools.journal.terms import ROUNDING
 from pools.weights.formats import read_json
-from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
+from pools.weights.model_files import read_tensors
+from resources.errors import AssayError, EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
+from resources.jobs.jobs import Client
+from resources.settings import settings
+from resources.storage import storage
+from resources.storage.regular_files import read_cached
 
+_OTHERWISE = {"config_format", "hf_config_path", "hf_overrides", "load_format", "model_impl", "quantization"}
+"""Engine arguments by which vLLM makes another model of a config, or reads other files."""
+_LONGEST_SECONDS = 120.0  # 0.1 s from a warm server; a cold start takes 5 to 15 s
 LONGEST = 300
 """Tokens of the test text: more than two blocks of the cache, of 128 tokens at most as a rule."""
 _BEYOND_BLOCKS = 44  # for longer blocks: 528 to 2,048 tokens for models with a state
@@ -62,6 +80,53 @@ as ½, the only texts for which SmolLM's class and file differ.
 _ONLY_AS_QWEN2 = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # for any class that a checkpoint names
 _FRAMED = ("add_bos_token", "add_eos_token")
 _SHOWN, _SHOWN_CHARACTERS = 5, 20
+
+_log = logging.getLogger("assay.agent")
+
+
+def require_fitting(
+    checkpoint: ServedCheckpoint, config: InferencePoolConfig, *, launcher: Launcher, client: Client
+) -> None:
+    """Raises ModelUnusable if matrices of a checkpoint's language model are missing, or have other shapes."""
+    if _OTHERWISE & config.model.engine_kwargs.keys():
+        return
+    shapes = {name: list(tensor.shape) for name, tensor in read_tensors(checkpoint.files).items()}
+    about = [launcher.identity, CHECK_PROGRAM.read_text(), checkpoint.digests.config, sorted(shapes.items())]
+    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
+    path = settings().cache_dir / "fitting" / f"{name}.json"
+    try:
+        why = json.loads(read_cached(path))["why"]
+    except (OSError, ValueError, TypeError, KeyError):
+        why = _answer_of_check(checkpoint, shapes, path, launcher=launcher, client=client)
+    if why is not None:
+        raise ModelUnusable(
+            expected=f"tensors in {checkpoint.name} with the names and shapes that its config.json makes",
+            found=str(why),
+            remedy="export it again, with the config.json of these weights and the names of this architecture",
+        )
+
+
+def _answer_of_check(
+    checkpoint: ServedCheckpoint, shapes: dict[str, list[int]], path: Path, *, launcher: Launcher, client: Client
+) -> str | None:
+    with tempfile.TemporaryDirectory(prefix="assay-fitting-") as folder:
+        order, answer = Path(folder) / "order.json", Path(folder) / "answer.json"
+        order.write_text(json.dumps({"folder": str(checkpoint.folder), "shapes": shapes}))
+        launch = launcher.check(order, answer)
+        if launch is None:
+            return None
+        job = client.submit(check_job(launch))
+        try:
+            job.wait(_LONGEST_SECONDS, raise_on_failure=False)
+            content = json.loads(answer.read_bytes())
+        except AssayError:  # it takes too long
+            job.terminate()
+            return None
+        except (OSError, ValueError):
+            _log.info("the tensors of %s were not checked: %s", checkpoint.name, job.logs(3).strip())
+            content = {"why": None}
+        storage.write_bytes(str(path), json.dumps(content).encode())
+        return content["why"]
 
 
 def scoring_of(engine: EngineClient, checkpoint: ServedCheckpoint, *, longest: int | None) -> Scoring:
@@ -150,13 +215,15 @@ def require_read_as_written(engine: EngineClient, checkpoint: ServedCheckpoint, 
         engine.ask("/tokenize", {**asked, "add_special_tokens": special})["tokens"] for special in (False, True)
     )
     text = engine.ask("/detokenize", {"model": checkpoint.name, "tokens": written["ids"]})["prompt"]
-    settings = read_json(checkpoint.files.files["tokenizer_config.json"], [])
+    tokenizer_config = read_json(checkpoint.files.files["tokenizer_config.json"], [])
     engine_reading = {"ids": plain, "special": special, "text": text}
-    if (why := difference(written, engine_reading, framed=any(name in settings for name in _FRAMED))) is not None:
+    if (
+        why := difference(written, engine_reading, framed=any(name in tokenizer_config for name in _FRAMED))
+    ) is not None:
         raise ModelUnusable(
             expected=f"the engine to read text by the tokenizer.json of {checkpoint.name}, as `tokenizers` does",
             found=why,
-            remedy=_remedy(str(checkpoint.files.config.get("model_type")), settings.get("tokenizer_class")),
+            remedy=_remedy(str(checkpoint.files.config.get("model_type")), tokenizer_config.get("tokenizer_class")),
         )
 
 

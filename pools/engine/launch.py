@@ -234,19 +234,18 @@ class VllmLauncher:
             return self._launch_on_slice(self._served(kwargs, checkpoint, port), part)
         if part is not None:
             kwargs |= part_arguments(part)
-        served = self._served(kwargs, checkpoint, port)
-        if self.server is not None:
-            command = self.server.command(*served)
-            return Launch(command.command, command.args, self._variables(part))
-        start = interpreter_arguments(ENGINES[self.config.device].program)
-        return Launch(str(self.environment.python), (*start, *served), self._variables(part))
+        return self._started(ENGINES[self.config.device].program, self._served(kwargs, checkpoint, port), part)
 
     def check(self, order: Path, answer: Path) -> Launch | None:
+        kind = (CHECK,) if self.server is not None else ()
+        return self._started(CHECK_PROGRAM, (*kind, str(order), str(answer)))
+
+    def _started(self, program: Path | None, arguments: tuple[str, ...], part: HostPart | None = None) -> Launch:
         if self.server is not None:
-            command = self.server.command(CHECK, str(order), str(answer))
-            return Launch(command.command, command.args, self._variables())
-        arguments = (*interpreter_arguments(CHECK_PROGRAM), str(order), str(answer))
-        return Launch(str(self.environment.python), arguments, self._variables())
+            command = self.server.command(*arguments)
+            return Launch(command.command, command.args, self._variables(part))
+        start = (*interpreter_arguments(program), *arguments)
+        return Launch(str(self.environment.python), start, self._variables(part))
 
     def _served(self, kwargs: Mapping[str, Any], checkpoint: ServedCheckpoint, port: int) -> tuple[str, ...]:
         return server_arguments(kwargs, folder=str(checkpoint.folder), name=self.config.model.name, port=port)
@@ -255,8 +254,7 @@ class VllmLauncher:
         device = self.config.resource_config.device
         assert isinstance(device, TpuConfig)
         place = (part.hosts, part.rank, *part.meeting, part.address, device.slice.chips_per_vm)
-        arguments = (*interpreter_arguments(SLICE_PROGRAM), *map(str, place), *(() if part.rank else served))
-        return Launch(str(self.environment.python), arguments, self._variables(part))
+        return self._started(SLICE_PROGRAM, (*map(str, place), *(() if part.rank else served)), part)
 
     @contextmanager
     def warmed(self, client: Client) -> Iterator[Launcher]:

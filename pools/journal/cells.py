@@ -11,7 +11,6 @@ import asyncio
 import heapq
 import sqlite3
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -52,22 +51,14 @@ class Attempt:
         self.open = True
         self._next: dict[bytes, int] = {}
         self._free: dict[bytes, list[int]] = {}
-        before: defaultdict[bytes, set[int]] = defaultdict(set)
-        for key, occurrence in taken:
-            before[key].add(occurrence)
-        for key, occurrences in before.items():
-            self._next[key] = max(occurrences) + 1
-            if gaps := sorted(set(range(self._next[key])) - occurrences):
-                self._free[key] = gaps
+        for key, occurrence in sorted(taken):
+            self._free.setdefault(key, []).extend(range(self._next.get(key, 0), occurrence))
+            self._next[key] = occurrence + 1
 
     def take(self, key: bytes) -> int:
         """Returns the lowest free occurrence of a request."""
-        if key in self._free:
-            free = self._free[key]
-            lowest = heapq.heappop(free)
-            if not free:
-                del self._free[key]
-            return lowest
+        if free := self._free.get(key):
+            return heapq.heappop(free)
         occurrence = self._next.get(key, 0)
         self._next[key] = occurrence + 1
         return occurrence

@@ -11,7 +11,7 @@ import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
@@ -215,11 +215,9 @@ def set_aside(path: Path, *, now: float) -> Path:
     return target
 
 
-@contextmanager
-def connected(path: Path) -> Iterator[sqlite3.Connection]:
+def connected(path: Path) -> AbstractContextManager[sqlite3.Connection]:
     """Yields a connection for a worker thread, closed at the end."""
-    with closing(connect(path, wait_seconds=_WORKER_WAIT_SECONDS)) as connection:
-        yield connection
+    return closing(connect(path, wait_seconds=_WORKER_WAIT_SECONDS))
 
 
 @contextmanager

@@ -132,11 +132,9 @@ class Journal:
         self._max_bytes = max_bytes
         self._keep_prompts = keep_prompts
         self._clock = clock
-
-        def committed(size: int) -> None:
-            self.cells.committed(size)
-
-        self._database = Database(path, warn=warn, retry_seconds=retry_seconds, clock=clock, committed=committed)
+        self._database = Database(
+            path, warn=warn, retry_seconds=retry_seconds, clock=clock, committed=lambda size: self.cells.committed(size)
+        )
         self.cells = OpenCells(self._database, path, max_bytes=max_bytes, warn=warn, mirror_seconds=mirror_seconds)
 
     @property

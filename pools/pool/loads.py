@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from pools.jobs import Restarts
-from pools.protocol import Failure, LeaseStatus, LoadReport, ProxyStatus, ReplicaStatus, ServedModel
+from pools.protocol import Failure, LeaseStatus, LoadReport, ReplicaStatus, ServedModel
 from resources.errors import EngineDied, EngineStartFailed, ModelUnusable, WeightsNotRead
 
 _SHORTEST_LINGER_SECONDS = 0.1
@@ -17,14 +17,6 @@ _STARTS = (EngineStartFailed.__name__, WeightsNotRead.__name__)
 _MOST_EXCUSED = 20  # in ten minutes, while their requests are suspected
 # between two reports of the same error: paths, sets, addresses, numbers
 _DIFFERS = re.compile(r"/\S+|\{.*|0x[0-9a-f]+|\d+")
-
-
-def loads_of(model: str, digest: str, *, status: ProxyStatus) -> Iterator[tuple[ReplicaStatus, LoadReport]]:
-    """Yields the successful loads of a checkpoint with their replicas, in the order of the replica's loads."""
-    for replica in status.replicas:
-        for load in replica.announcement.loads:
-            if load.digest == digest and load.model == model and load.failure is None:
-                yield replica, load
 
 
 def error_in(failure: Failure) -> str:

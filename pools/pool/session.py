@@ -13,7 +13,6 @@ from pools.endpoint import RunningModel, Scoring
 from pools.engine.engines import replica_capacity
 from pools.engine.launch import Servable
 from pools.pool.access import PoolAccess, engine_digest, require_usable
-from pools.pool.loads import loads_of
 from pools.protocol import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
 from resources.errors import BadInput, EngineDied, ProxyFailed, ProxyRefused, error_of
 from resources.tracing import traceparent
@@ -161,9 +160,6 @@ class PoolSession:
 
         self._patiently(close)
 
-    def replica_seconds(self, name: str) -> float:
-        return self.status().replica_seconds.get(name, 0.0)
-
     def want(self, name: str) -> None:
         self._known(name)
         with self._changing:
@@ -197,7 +193,11 @@ class PoolSession:
         return max(since, key=lambda load: load.seconds, default=None) or self.report(name, status)
 
     def _loads(self, name: str, status: ProxyStatus) -> Iterator[tuple[ReplicaStatus, LoadReport]]:
-        return loads_of(name, self._digest(name), status=status)
+        digest = self._digest(name)
+        for replica in status.replicas:
+            for load in replica.announcement.loads:
+                if load.digest == digest and load.model == name and load.failure is None:
+                    yield replica, load
 
     def cell_counts(self, opened: OpenCell) -> RequestCounters:
         return self._patiently(lambda: self._proxy.cell_counts(opened.name, opened.attempt))

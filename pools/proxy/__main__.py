@@ -1,8 +1,7 @@
 """The pool's proxy process: a single OpenAI-compatible address in front of every replica.
 
 Started as `python -m pools.proxy SETTINGS`, with `ProxySettings` in JSON and its keys in the environment. Once it
-listens it announces its address, or writes it to a file; the pool then sends it the list of replicas (`PUT
-/admin/state`).
+listens it announces its address; the pool then sends it the list of replicas (`PUT /admin/state`).
 """
 
 from __future__ import annotations
@@ -10,21 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import resource
 import signal
+import socket
 import sys
+from pathlib import Path
 
 import uvloop
 
 from pools.journal.store import Journal
-from pools.proxy.client import JournalFlags, ProxySettings
-from pools.proxy.connections.listener import Listener, borrowed
+from pools.proxy.client import JournalFlags, ProxyAddress, ProxySettings
 from pools.proxy.connections.reading import Bounds
 from pools.proxy.connections.room import BodyRoom
 from pools.proxy.connections.upstream import Upstream
+from pools.proxy.connections.wire import Listener
 from pools.proxy.counters import Tally
 from pools.proxy.forwarding import Forwarder
 from pools.proxy.routing import RoutingTable
@@ -35,9 +35,9 @@ from resources.errors import ProxyFailed
 from resources.jobs.addresses import own_address
 from resources.jobs.announcements import announce
 from resources.settings import settings as assay_settings
-from resources.storage.files import replace_text
 
 SHUTDOWN_GRACE_SECONDS = 0.5
+_BORROWING_SECONDS = 30.0
 _GARBAGE_THRESHOLD = 20_000  # a collection walks every open connection: at 700 that took 8 % of the time
 
 _log = logging.getLogger("assay.proxy")
@@ -57,15 +57,7 @@ async def serve(settings: ProxySettings, keys: ProxyKeys) -> None:
         journal = _opened(settings.journal) if settings.journal is not None else None
         table, tally, cells = RoutingTable(), Tally(), Cells(journal)
         forwarder = Forwarder(upstream, table=table, tally=tally, limits=settings, journal=journal)
-        proxy = ProxyServer(
-            forwarder,
-            table=table,
-            tally=tally,
-            cells=cells,
-            limits=settings,
-            keys=keys,
-            description=settings.description,
-        )
+        proxy = ProxyServer(forwarder, table=table, tally=tally, cells=cells, settings=settings, keys=keys)
         ending.push_async_callback(proxy.close)
         room = BodyRoom(max(settings.max_buffered_bytes, settings.max_body_bytes))
         bounds = Bounds(settings.max_body_bytes, head_timeout_seconds=settings.head_timeout_seconds, room=room)
@@ -73,7 +65,7 @@ async def serve(settings: ProxySettings, keys: ProxyKeys) -> None:
         host = own_address() if settings.host == "auto" else settings.host
         ending.push_async_callback(listener.close, SHUTDOWN_GRACE_SECONDS)
         try:
-            listening = borrowed(settings.lender) if settings.lender is not None else None
+            listening = _borrowed(settings.lender) if settings.lender is not None else None
             host, port = await listener.start(host, settings.port, listening=listening)
         except OSError as error:
             raise ProxyFailed(
@@ -81,15 +73,21 @@ async def serve(settings: ProxySettings, keys: ProxyKeys) -> None:
                 found=str(error),
                 remedy="set the proxy's port to 0 for a free port, or its host to an address of this machine",
             ) from error
-        address = json.dumps({"host": host, "port": port, "pid": os.getpid()})
-        if settings.address_file is None:
-            announce(address)
-        else:
-            replace_text(settings.address_file, address)
+        announce(ProxyAddress(host=host, port=port, pid=os.getpid()).model_dump_json())
         gc.freeze()
         gc.set_threshold(_GARBAGE_THRESHOLD)
         await stop.wait()
         proxy.refuse_all("The proxy is shutting down.")
+
+
+def _borrowed(path: Path) -> socket.socket:
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(_BORROWING_SECONDS)
+        asking.connect(str(path))
+        _, descriptors, _, _ = socket.recv_fds(asking, 1, 1)
+    if not descriptors:
+        raise ConnectionError("the lender left")
+    return socket.socket(fileno=descriptors[0])
 
 
 def _opened(flags: JournalFlags) -> Journal:

@@ -6,7 +6,6 @@ import http.client
 import json
 import ssl
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -60,8 +59,6 @@ class ProxySettings(ProxyLimits):
     """Port to listen on; 0 takes a free port."""
     lender: Path | None = None
     """Path of the Unix socket at which a listening socket is lent; None opens a new socket."""
-    address_file: Path | None = None
-    """File for its address; must not exist from an earlier start. None announces the address as a job does."""
     journal: JournalFlags | None = None
     description: str = ""
     """The pool's `PoolDescription` for clients, as JSON."""
@@ -71,46 +68,22 @@ class ProxySettings(ProxyLimits):
         return "-m", "pools.proxy", self.model_dump_json()
 
 
-def wait_for_address(
-    announced: Callable[[], str | None], *, timeout_seconds: float, is_running: Callable[[], bool]
-) -> ProxyAddress:
-    """Returns the address of a started proxy, as soon as `announced` returns it."""
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        was_running = is_running()
-        if (address := announced()) is not None:
-            return ProxyAddress.model_validate_json(address)
-        if not was_running:
-            raise ProxyFailed(
-                expected="the proxy to listen",
-                found="its process ended before it did",
-                remedy="read the end of its log",
-            )
-        if time.monotonic() > deadline:
-            raise ProxyFailed(
-                expected=f"the proxy to listen within {timeout_seconds:g} s",
-                found="it has not announced its address",
-                remedy="look at its log and at the load of this machine",
-            )
-        time.sleep(_ADDRESS_POLL_SECONDS)
-
-
 def address_of_job(job: JobHandle, subject: str, *, timeout_seconds: float, remedy: str) -> ProxyAddress:
     """Returns the address that a proxy's job announces; `subject` is that of the error, which shows its log."""
-
-    def is_running() -> bool:
-        return not job.status().finished
-
-    try:
-        return wait_for_address(job.announced, timeout_seconds=timeout_seconds, is_running=is_running)
-    except ProxyFailed as error:
-        details, log = job.details(), job.logs(20).rstrip()
-        state = "it ended" if details.status.finished else f"it is {details.status}"
-        raise ProxyFailed(
-            expected=f"{subject} to answer within {timeout_seconds:g} s",
-            found=f"{state}{f', {details.reason}' if details.reason else ''}. Last lines of its log:\n{log}",
-            remedy=remedy,
-        ) from error
+    deadline = time.monotonic() + timeout_seconds
+    ended = False
+    while not ended and time.monotonic() < deadline:
+        ended = job.status().finished  # before the look at its announcement
+        if (address := job.announced()) is not None:
+            return ProxyAddress.model_validate_json(address)
+        time.sleep(_ADDRESS_POLL_SECONDS)
+    details, log = job.details(), job.logs(20).rstrip()
+    state = "it ended" if details.status.finished else f"it is {details.status}"
+    raise ProxyFailed(
+        expected=f"{subject} to answer within {timeout_seconds:g} s",
+        found=f"{state}{f', {details.reason}' if details.reason else ''}. Last lines of its log:\n{log}",
+        remedy=remedy,
+    )
 
 
 class ProxyClient:
@@ -216,18 +189,15 @@ class ProxyClient:
             reply = connection.getresponse()
             return reply.status, reply.read()
         except (OSError, http.client.HTTPException) as error:
-            raise self._failed(f"{type(error).__name__}: {error}") from error
+            raise ProxyFailed(
+                expected=f"an answer of the proxy at {self._address.host}:{self._address.port}",
+                found=f"{type(error).__name__}: {error}",
+                remedy=f"see whether process {self._address.pid} still runs, and read the end of its log"
+                if self._address.pid
+                else "check that the pool is up, and any proxy or firewall in front of it",
+            ) from error
         finally:
             connection.close()
-
-    def _failed(self, problem: str) -> ProxyFailed:
-        return ProxyFailed(
-            expected=f"an answer of the proxy at {self._address.host}:{self._address.port}",
-            found=problem,
-            remedy=f"see whether process {self._address.pid} still runs, and read the end of its log"
-            if self._address.pid
-            else "check that the pool is up, and any proxy or firewall in front of it",
-        )
 
 
 def _reachable(host: str, *, in_url: bool = True) -> str:

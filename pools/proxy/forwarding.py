@@ -17,7 +17,7 @@ from pools.proxy.connections.messages import ClientGone, Refusal, Reply, Request
 from pools.proxy.connections.upstream import Call, Upstream
 from pools.proxy.counters import CLIENT_LEFT, Tally, count
 from pools.proxy.probes import Probes, engine_metrics
-from pools.proxy.replicas import SUSPECT_DEATHS, RequestOutcome, RoutedReplica, deaths_of, may_retry
+from pools.proxy.replicas import MAX_ATTEMPTS, SUSPECT_DEATHS, RequestOutcome, RoutedReplica, deaths_of
 from pools.proxy.request import Asked, Attempt, asked_in, attempt
 from pools.proxy.routing import RoutingTable
 
@@ -205,7 +205,7 @@ class Forwarder:
             elif last.outcome is RequestOutcome.TAKEN_AWAY:
                 taken_from.add((replica, engine))
             attempts = failed + sum(other.gone or other.engine != then for other, then in taken_from)
-            if not may_retry(last.outcome, attempts=attempts):
+            if attempts >= MAX_ATTEMPTS:
                 break
             if last.outcome is RequestOutcome.TIMED_OUT and self._choose(asked, tried) is None:
                 break

@@ -1,20 +1,29 @@
-"""The pool's proxy as a job, restarted on the same address when it ends by itself."""
+"""The pool's proxy as a job, restarted on the same address when it ends by itself.
+
+The process that supervises the proxy holds its listening socket and accepts nothing: connections wait in it meanwhile.
+It lends the socket to each start of the proxy, over a Unix socket in a folder that only this user can enter and that
+exists for the time of the start.
+"""
 
 from __future__ import annotations
 
 import secrets
+import shutil
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pools.config import InferencePoolConfig
 from pools.jobs import Restarts, labelled, placed_with, pool_environment
 from pools.proxy.client import JournalFlags, ProxyAddress, ProxySettings, address_of_job
-from pools.proxy.connections.listener import lent, standing_socket
+from pools.proxy.connections.wire import BACKLOG
 from pools.settings import ProxyKeys
 from resources.config import ResourceConfig
 from resources.errors import BadInput, ProxyFailed
-from resources.jobs.addresses import is_loopback
+from resources.jobs.addresses import folder_for_a_socket, is_loopback
 from resources.jobs.jobs import Call, Client, Command, JobHandle, JobRequest
 from resources.settings import settings
 
@@ -33,6 +42,37 @@ def check_network(config: InferencePoolConfig, *, is_local: bool) -> None:
         remedy="if the network between the machines keeps strangers out (docs/security.md), say so: --insecure, or "
         "ASSAY_INSECURE=1",
     )
+
+
+def standing_socket(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; port 0 takes a free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+@contextmanager
+def lent(listening: socket.socket) -> Iterator[Path]:
+    """Lends a socket to the first process that connects to this path, for as long as the block lasts."""
+    path = folder_for_a_socket() / "socket"
+    try:
+        with socket.socket(socket.AF_UNIX) as counter:
+            counter.bind(str(path))
+            counter.listen()
+            threading.Thread(target=_lend, args=(listening, counter), name="proxy-socket", daemon=True).start()
+            try:
+                yield path
+            finally:
+                with suppress(OSError):  # wakes a lender without a connection
+                    counter.shutdown(socket.SHUT_RDWR)
+    finally:
+        shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _lend(listening: socket.socket, counter: socket.socket) -> None:
+    with suppress(OSError):  # the start has failed
+        borrower, _ = counter.accept()
+        with borrower:
+            socket.send_fds(borrower, [b"."], [listening.fileno()])
 
 
 def _serve(proxy_settings: str) -> None:

@@ -41,16 +41,6 @@ class RequestOutcome(Enum):
     """No answer within the engine's time limit."""
 
 
-def outcome_of(status: int) -> RequestOutcome:
-    """Returns the outcome of an attempt that ended with a complete answer of this HTTP status."""
-    return RequestOutcome.SERVER_ERROR if status >= 500 else RequestOutcome.ANSWERED
-
-
-def may_retry(outcome: RequestOutcome, *, attempts: int) -> bool:
-    """Returns True if a request must be sent again after `attempts` failed attempts, the last with this outcome."""
-    return outcome is not RequestOutcome.ANSWERED and attempts < MAX_ATTEMPTS
-
-
 @dataclass(slots=True, eq=False)
 class RoutedReplica:
     """An engine server: its announcement, the pool's order for it, and its load and failures at this proxy."""

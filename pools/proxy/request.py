@@ -18,7 +18,7 @@ from pools.proxy.connections.messages import OURS_TO_KEEP, Header, Refusal, Repl
 from pools.proxy.connections.room import AnswerShare
 from pools.proxy.connections.stream import EventRelay
 from pools.proxy.connections.upstream import Call, Lost, NotConnected, TakenAway, TimedOut
-from pools.proxy.replicas import RequestOutcome, RoutedReplica, outcome_of
+from pools.proxy.replicas import RequestOutcome, RoutedReplica
 
 COMPLETIONS, CHAT, RESPONSES, TOKENIZE = b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/tokenize"
 GENERATE = _GENERATE.encode()
@@ -148,7 +148,7 @@ async def attempt(call: Call, replica: RoutedReplica, asked: Asked, *, responder
 async def _judged(call: Call, asked: Asked) -> Attempt:
     reply = Reply(call.status, call.body, call.headers)
     if call.status != 200:
-        return Attempt(outcome_of(call.status), reply)
+        return Attempt(RequestOutcome.SERVER_ERROR if call.status >= 500 else RequestOutcome.ANSWERED, reply)
     content_type = call.content_type.decode("latin-1")
     facts = await _facts(asked, content_type, reply.body)
     if facts is None:

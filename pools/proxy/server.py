@@ -17,7 +17,8 @@ from urllib.parse import parse_qs
 from pydantic import ValidationError
 
 from pools.journal.cells import CellScope
-from pools.protocol import NAME_PATTERN, Announcement, DesiredState, Lease, Orders, ProxyLimits, ProxyStatus
+from pools.protocol import NAME_PATTERN, Announcement, DesiredState, Lease, Orders, ProxyStatus
+from pools.proxy.client import ProxySettings
 from pools.proxy.connections.messages import Head, Refusal, Reply, Request, Responder, unknown_model
 from pools.proxy.counters import Tally, prometheus_text
 from pools.proxy.forwarding import Forwarder
@@ -28,11 +29,11 @@ from pools.proxy.users import Cells, Leases, of_known_models
 from pools.settings import ProxyKeys
 from resources.config import Config
 
-_CELL = re.compile(
-    r"/cells/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,199})/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,99})(/(?:inference/)?v1/.*)"
+_CELL = re.compile(rf"/cells/({NAME_PATTERN})/([A-Za-z0-9][A-Za-z0-9._+=@-]{{0,99}})(/(?:inference/)?v1/.*)")
+_NAMED = re.compile(
+    rf"(/v1/models/|/admin/leases/|/replicas/)({NAME_PATTERN})|(/admin/cells/)({NAME_PATTERN}/{NAME_PATTERN})"
 )
 _OF_ENGINES = (COMPLETIONS, CHAT, RESPONSES, GENERATE, TOKENIZE)
-_NAMED = re.compile(NAME_PATTERN)
 _PROMETHEUS = ((b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8"),)
 _LONGEST_WAIT_SECONDS = 30.0
 _EXPIRY_SECONDS = 0.25
@@ -58,7 +59,7 @@ class _Found(NamedTuple):
 
 
 class ProxyServer:
-    """Authorizes requests and dispatches them by path. `description` is the pool's description for clients, as JSON."""
+    """Authorizes requests and dispatches them by path."""
 
     def __init__(
         self,
@@ -67,11 +68,10 @@ class ProxyServer:
         table: RoutingTable,
         tally: Tally,
         cells: Cells,
-        limits: ProxyLimits,
+        settings: ProxySettings,
         keys: ProxyKeys,
-        description: str = "",
     ) -> None:
-        self._limits = limits
+        self._settings = settings
         self._table = table
         self._tally = tally
         self._forwarder = forwarder
@@ -80,7 +80,6 @@ class ProxyServer:
         self._news = asyncio.Event()
         self._started = int(time.time())
         self._instance = secrets.token_hex(6)
-        self._description = description
         self._admin_key = keys.admin.get_secret_value().encode()
         client, admin = (keys.client.get_secret_value().encode(),), (self._admin_key,)
         join = (keys.join.get_secret_value().encode(),)
@@ -99,7 +98,6 @@ class ProxyServer:
             "/admin/cells/": _Route(("PUT", "GET", "DELETE"), client + admin, self._cell),
             "/replicas/": _Route(("POST", "GET"), join, self._announced),
         }
-        self._found = {path: _Found(route, path, None) for path, route in self._routes.items() if path[-1] != "/"}
         table.on_news = self._wake
         self._expiry = asyncio.create_task(self._expire())
 
@@ -127,13 +125,6 @@ class ProxyServer:
             await self._forwarder.answer(request, responder, target=name.encode(), scope=scope, trace=trace)
         except Refusal as refusal:
             responder.send(refusal.reply())
-        except Exception as error:  # noqa: BLE001 - the boundary: no text of a request may appear in a log
-            where = error.__traceback__
-            while where is not None and where.tb_next is not None:
-                where = where.tb_next
-            place = f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}" if where is not None else "?"
-            _log.error("%s at %s", type(error).__name__, place)
-            responder.send(Refusal(500, "The proxy failed to handle this request.").reply())
 
     def refuse_all(self, reason: str) -> None:
         self._table.failed = reason
@@ -146,8 +137,6 @@ class ProxyServer:
         await self._cells.close()
 
     def _find(self, path: str) -> _Found:
-        if (known := self._found.get(path)) is not None:
-            return known
         if "%" in path:  # a server behind it that decodes it might read another path
             raise Refusal(400, "The path must be written without %.")
         scope = None
@@ -156,12 +145,9 @@ class ProxyServer:
         route = self._routes.get(path)
         if route is not None and not path.endswith("/"):
             return _Found(route, path, scope)
-        for prefix in ("/v1/models/", "/admin/leases/", "/admin/cells/", "/replicas/"):
-            if path.startswith(prefix):
-                name = path.removeprefix(prefix)
-                parts = name.split("/")
-                if len(parts) == (2 if prefix == "/admin/cells/" else 1) and all(map(_NAMED.fullmatch, parts)):
-                    return _Found(self._routes[prefix], name, scope)
+        if (named := _NAMED.fullmatch(path)) is not None:
+            prefix, name = filter(None, named.groups())
+            return _Found(self._routes[prefix], name, scope)
         raise Refusal(404, "There is nothing at this path.")
 
     async def _models(self, _request: Request, _name: str) -> Reply:
@@ -215,10 +201,10 @@ class ProxyServer:
         return Reply(200, await self._forwarder.engine_metrics(), _PROMETHEUS)
 
     async def _pool(self, _request: Request, _name: str) -> Reply:
-        if not self._description:
+        if not self._settings.description:
             raise Refusal(404, "This proxy has no description of its pool.")
         checkpoints = {name: served.uri for name, served in (self._table.models or {}).items()}
-        return _json({**json.loads(self._description), "checkpoints": checkpoints})
+        return _json({**json.loads(self._settings.description), "checkpoints": checkpoints})
 
     async def _set_state(self, request: Request, _name: str) -> Reply:
         self._change(self._table.apply(_read(DesiredState, request)))
@@ -326,9 +312,10 @@ class ProxyServer:
                 return
 
     async def _expire(self) -> None:
-        loop, pause, stalled = asyncio.get_running_loop(), min(_EXPIRY_SECONDS, self._limits.lease_seconds / 4), 0.0
+        loop, lease_seconds, stalled = asyncio.get_running_loop(), self._settings.lease_seconds, 0.0
+        pause = min(_EXPIRY_SECONDS, lease_seconds / 4)
         while True:
-            if lost := self._table.expire(self._limits.lease_seconds, stalled_seconds=stalled):
+            if lost := self._table.expire(lease_seconds, stalled_seconds=stalled):
                 _log.warning("lease of %s has run out", ", ".join(replica.name for replica in lost))
                 self._forwarder.table_changed(lost)
             if self._leases.expire():

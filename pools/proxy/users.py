@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -22,7 +21,6 @@ class Cells:
 
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
-        self._opening: dict[CellScope, asyncio.Task[None]] = {}
         self._told: OrderedDict[str, bool] = OrderedDict()
         self._traces: OrderedDict[CellScope, bytes] = OrderedDict()
 
@@ -33,11 +31,7 @@ class Cells:
         """
         if self._journal is None or self._journal.cells.is_open(scope.cell) or scope.cell in self._told:
             return
-        opening = self._opening.get(scope)
-        if opening is None:
-            opening = self._opening[scope] = asyncio.create_task(self._journal.cells.go_on(scope))
-            opening.add_done_callback(lambda _: self._opening.pop(scope, None))
-        await asyncio.shield(opening)
+        await self._journal.cells.go_on(scope)
 
     async def open(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
         """Opens an attempt at a cell; `options` may name a folder as `mirror`, and a span as `traceparent`."""

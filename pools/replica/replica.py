@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from pools.config import InferencePoolConfig
 from pools.endpoint import Scoring
-from pools.engine.checks import require_read_as_written, scoring_of
+from pools.engine.checks import require_fitting, require_read_as_written, scoring_of
 from pools.engine.engine_client import EngineClient
 from pools.engine.engines import RELOADING_WORKER, engine_kwargs, ranks_of, replica_capacity
-from pools.engine.fitting import require_fitting
 from pools.engine.launch import Launch, Launcher, ServedCheckpoint, engine_job, free_port, why_not_reload
 from pools.engine.reload_trust import ROUNDING_NATS, Reading, ReloadTrust, largest_difference
 from pools.protocol import ReplicaState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import Any
 from pydantic import SecretStr
 
 from fakes.engine import FakeEngine
+from fakes.polling import eventually
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
 from pools.pool.access import PoolAccess
 from pools.pool.session import PoolSession
 from pools.protocol import Announcement, DesiredState, ReplicaState, ServedModel
-from pools.proxy.client import JournalFlags, ProxyAddress, ProxyClient, ProxySettings, wait_for_address
+from pools.proxy.client import JournalFlags, ProxyAddress, ProxyClient, ProxySettings
 from pools.settings import ProxyKeys
 from resources.settings import process_environment
 
@@ -75,9 +76,10 @@ class RunningProxy:
         self.client.announce(replica.name, replica.announcement, join_token=JOIN_TOKEN)
 
 
-def text_of(file: Path) -> Callable[[], str | None]:
-    """Returns a reader of a file: its current text, or None without a file."""
-    return lambda: file.read_text() if file.exists() else None
+def announced_in(file: Path, process: subprocess.Popen[bytes]) -> ProxyAddress:
+    """Returns the address that a starting proxy announces in a file."""
+    assert eventually(lambda: file.exists() or process.poll() is not None)
+    return ProxyAddress.model_validate_json(file.read_text())
 
 
 @contextmanager
@@ -86,16 +88,16 @@ def running_proxy(folder: Path, *, journal: Path | None = None, **settings: Any)
     address_file, log_file = folder / "proxy.json", folder / "proxy.log"
     address_file.unlink(missing_ok=True)
     kept = JournalFlags(path=journal) if journal is not None else None
-    given = {"address_file": address_file, "journal": kept, "lease_seconds": NEVER_EXPIRES, **settings}
+    given = {"journal": kept, "lease_seconds": NEVER_EXPIRES, **settings}
     with log_file.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, *ProxySettings(**given).arguments],
-            env=process_environment(KEYS.as_environment()),
+            env=process_environment({**KEYS.as_environment(), "ASSAY_ANNOUNCEMENT": str(address_file)}),
             stdout=log,
             stderr=subprocess.STDOUT,
         )
     try:
-        address = wait_for_address(text_of(address_file), timeout_seconds=30, is_running=lambda: process.poll() is None)
+        address = announced_in(address_file, process)
         yield RunningProxy(process, address, ProxyClient(address, key=ADMIN_KEY), log_file)
     finally:
         process.terminate()

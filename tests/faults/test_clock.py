@@ -13,9 +13,9 @@ import pytest
 
 from fakes.engine import FakeEngine
 from fakes.polling import until
-from fakes.proxy import ADMIN_KEY, HEADERS, KEYS, RunningProxy, replica_of, state_of, text_of
+from fakes.proxy import ADMIN_KEY, HEADERS, KEYS, RunningProxy, announced_in, replica_of, state_of
 from pools.protocol import Lease
-from pools.proxy.client import JournalFlags, ProxyClient, ProxySettings, wait_for_address
+from pools.proxy.client import JournalFlags, ProxyClient, ProxySettings
 from resources.settings import process_environment
 
 MODEL = "m"
@@ -36,18 +36,15 @@ def jumpy_proxy(tmp_path: Path) -> Iterator[RunningProxy]:
     address_file, log_file = tmp_path / "proxy.json", tmp_path / "proxy.log"
     journal = JournalFlags(path=tmp_path / "journal.sqlite", max_bytes=2**24)
     settings = ProxySettings(
-        address_file=address_file,
-        journal=journal,
-        lease_seconds=LEASE_SECONDS,
-        engine_timeout_seconds=20,
-        hold_timeout_seconds=20,
+        journal=journal, lease_seconds=LEASE_SECONDS, engine_timeout_seconds=20, hold_timeout_seconds=20
     )
     command = [sys.executable, *settings.arguments]
-    environment = process_environment({**KEYS.as_environment(), "PYTHONPATH": str(tmp_path / "clock")})
+    variables = {"ASSAY_ANNOUNCEMENT": str(address_file), "PYTHONPATH": str(tmp_path / "clock")}
+    environment = process_environment({**KEYS.as_environment(), **variables})
     with log_file.open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
     try:
-        address = wait_for_address(text_of(address_file), timeout_seconds=30, is_running=lambda: process.poll() is None)
+        address = announced_in(address_file, process)
         yield RunningProxy(process, address, ProxyClient(address, key=ADMIN_KEY), log_file)
     finally:
         process.terminate()

@@ -86,14 +86,10 @@ class EngineConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._call: Receiver | None = None
-        self._headers: list[Header] = []
-        self._in_head = True
-        self._interim = self._until_eof = self._complete = False
         self._silent = self._reused = self._paused = self._keep_alive = False
         self._asked = 0.0
-        self._head_bytes = 0
-        self._length = self._coding = self._content_type = b""
         self.idle_since = 0.0
+        self._reset()
 
     @property
     def is_open(self) -> bool:
@@ -192,7 +188,7 @@ class EngineConnection(asyncio.Protocol):
         call.broke(stale=False)
 
     def _reset(self) -> None:
-        self._headers = []
+        self._headers: list[Header] = []
         self._in_head = True
         self._interim = self._until_eof = self._complete = False
         self._head_bytes = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pools.protocol import NO_KEYS, EngineKeys
 from pools.proxy.connections.engine_connection import EngineConnection, Origin, message_of
@@ -36,6 +37,7 @@ class _Stale(Lost):
     """A reused connection that the engine closed before it had read the request."""
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """A request to a replica, and the answer received so far. Created by `Upstream.call`.
 
@@ -43,47 +45,25 @@ class Call:
     close it: this abandons an incomplete answer and ends the engine's work on it.
     """
 
-    __slots__ = (
-        "_buffered",
-        "_chunks",
-        "_connecting",
-        "_connection",
-        "_error",
-        "_held",
-        "_patience",
-        "_share",
-        "_upstream",
-        "_waiter",
-        "_waits_for_room",
-        "_wants_stream",
-        "_whole",
-        "content_type",
-        "deadline",
-        "headers",
-        "is_stream",
-        "origin",
-        "status",
-    )  # fmt: skip
-
-    def __init__(self, upstream: Upstream, origin: Origin, patience_seconds: float, share: AnswerShare | None) -> None:
-        self.status = 0
-        self.headers: list[Header] = []
-        self.content_type = b""
-        self.is_stream = False
-        self._upstream = upstream
-        self.origin = origin
-        self._patience = patience_seconds
-        self.deadline = math.inf
-        self._wants_stream = False
-        self._connection: EngineConnection | None = None
-        self._connecting: asyncio.Timeout | None = None
-        self._chunks: list[bytes] = []
-        self._buffered = self._held = 0
-        self._share = share or AnswerShare(BodyRoom())
-        self._waits_for_room = False
-        self._whole = False
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+    _upstream: Upstream
+    origin: Origin
+    _patience: float
+    _share: AnswerShare
+    status: int = 0
+    headers: list[Header] = field(default_factory=list)
+    content_type: bytes = b""
+    is_stream: bool = False
+    deadline: float = math.inf
+    _wants_stream: bool = False
+    _connection: EngineConnection | None = None
+    _connecting: asyncio.Timeout | None = None
+    _chunks: list[bytes] = field(default_factory=list)
+    _buffered: int = 0
+    _held: int = 0
+    _waits_for_room: bool = False
+    _whole: bool = False
+    _error: Exception | None = None
+    _waiter: asyncio.Future[None] | None = None
 
     async def ask(
         self, method: bytes, target: bytes, *, headers: Sequence[Header] = (), body: bytes = b"", stream: bool = False
@@ -154,13 +134,10 @@ class Call:
         self._connection = connection
         self.deadline = self.origin.loop.time() + self._patience
         connection.send(self, message)
-        while self._error is None and not self._whole and not self._chunks_came():
+        while self._error is None and not self._whole and not (self.is_stream and self._chunks):
             await self._news()
         if self._error is not None:
             raise self._error
-
-    def _chunks_came(self) -> bool:
-        return self.is_stream and bool(self._chunks)
 
     async def _news(self) -> None:
         self._waiter = self.origin.loop.create_future()
@@ -276,7 +253,7 @@ class Upstream:
         origin = self._origins.get((url, keys))
         if origin is None:
             origin = self._origins[url, keys] = Origin(url, self._loop, self._idle_seconds, keys)
-        return Call(self, origin, patience_seconds, share)
+        return Call(self, origin, patience_seconds, share or AnswerShare(BodyRoom()))
 
     def close(self) -> None:
         self._timer.cancel()

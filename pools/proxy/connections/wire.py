@@ -1,4 +1,4 @@
-"""The proxy's side of a client connection: HTTP/1.1 in, complete replies or streams out.
+"""The proxy's listener and its side of client connections: HTTP/1.1 in, complete replies or streams out.
 
 Requests are parsed as their bytes arrive and answered in order, each in its own task. An error in a request is answered
 as soon as it is detected, before the body is read; the connection then ends, after a pause in which the client can read
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -18,9 +20,11 @@ from typing import cast
 from pools.proxy.connections.messages import Application, ClientGone, Header, Refusal, Reply, Request
 from pools.proxy.connections.reading import BETWEEN, BODY, HEAD, NOTHING, Bounds, RequestReader, Turn
 
+BACKLOG = 4096
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 64 * 2**20
 _JOINED_BYTES = 64 * 2**10  # copying less than this costs less than a second buffer
+_CLOSING_POLL_SECONDS = 0.01
 _PIECE_BYTES = 256 * 2**10  # of a large answer, in a single turn of the loop
 
 _log = logging.getLogger("assay.proxy")
@@ -190,8 +194,9 @@ class ClientConnection(asyncio.Protocol):
         assert turn is not None
         try:
             await self._application.answer(request, self)
-        except Exception as error:  # noqa: BLE001 - the boundary: no request may show its text in a log
-            _log.error("%s while a request was answered", type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - the boundary: no text of a request may appear in a log
+            (place,) = traceback.extract_tb(error.__traceback__, limit=-1)
+            _log.error("%s at %s:%s", type(error).__name__, place.filename, place.lineno)
         for at in range(_PIECE_BYTES, len(turn.body), _PIECE_BYTES):
             await (self._drain() if self._write_paused else asyncio.sleep(0))
             if self._closed:
@@ -292,3 +297,61 @@ def _lines(status: int, headers: Sequence[Header]) -> list[bytes]:
     if not head.count(b"\n") == head.count(b"\r") == len(lines) or b"\0" in head:
         raise ValueError("a header would end its line")  # a client would read the rest as headers, or as an answer
     return lines
+
+
+class Listener:
+    """Accepts connections and passes their requests to an application. Use from a single loop."""
+
+    def __init__(self, application: Application, *, bounds: Bounds) -> None:
+        self._application = application
+        self._bounds = bounds
+        self._connections: set[ClientConnection] = set()
+        self._server: asyncio.Server | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str, port: int, *, listening: socket.socket | None = None) -> tuple[str, int]:
+        """Accepts connections from now on, of `listening` or of a new socket; returns the bound address and port.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        loop = asyncio.get_running_loop()
+        # A killed proxy leaves its port in TIME_WAIT; reuse_address takes it nevertheless.
+        if listening is None:
+            self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG, reuse_address=True)
+        else:
+            self._server = await loop.create_server(self._connection, sock=listening, backlog=BACKLOG)
+        self._look_at_connections()
+        bound, number, *_ = self._server.sockets[0].getsockname()
+        return bound, number
+
+    async def close(self, grace_seconds: float) -> None:
+        """Stops accepting, and closes every connection; open answers have `grace_seconds` to end."""
+        if self._server is not None:
+            self._server.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + grace_seconds
+        for connection in tuple(self._connections):
+            connection.finish()
+        while self._connections and loop.time() < end:
+            await asyncio.sleep(_CLOSING_POLL_SECONDS)
+        tasks = [connection.task for connection in self._connections if connection.task is not None]
+        for connection in tuple(self._connections):
+            connection.abort()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _connection(self) -> ClientConnection:
+        return ClientConnection(self._application, bounds=self._bounds, connections=self._connections)
+
+    def _look_at_connections(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        stalled = max(0.0, now - (self._timer.when() if self._timer is not None else now))
+        for connection in tuple(self._connections):
+            connection.look_at(now, stalled_seconds=stalled)
+        pause = min(1.0, self._bounds.head_timeout_seconds / 4, self._bounds.idle_timeout_seconds / 4)
+        self._timer = loop.call_later(pause, self._look_at_connections)

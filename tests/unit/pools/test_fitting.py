@@ -13,7 +13,7 @@ import pytest
 from fakes.launcher import FakeLauncher
 from fakes.models import PARAMETERS, write_checkpoint
 from pools.config import InferencePoolConfig
-from pools.engine.fitting import require_fitting
+from pools.engine.checks import require_fitting
 from pools.engine.launch import Launch, Servable, ServedCheckpoint
 from resources.backends.local.client import LocalClient
 from resources.errors import ModelUnusable

@@ -828,10 +828,10 @@ def test_process_hides_its_keys_and_may_open_many_files(shared_proxy: RunningPro
 def test_start_that_cannot_work_says_why_and_ends(
     tmp_path: Path, host: str, keys: dict[str, str], message: str
 ) -> None:
-    settings = ProxySettings(host=host, address_file=tmp_path / "proxy.json")
+    settings = ProxySettings(host=host)
     ended = subprocess.run(
         [sys.executable, *settings.arguments],
-        env=process_environment({"ASSAY_POOL_KEY": "", **keys}),
+        env=process_environment({"ASSAY_POOL_KEY": "", "ASSAY_ANNOUNCEMENT": str(tmp_path / "proxy.json"), **keys}),
         capture_output=True,
         text=True,
         check=False,

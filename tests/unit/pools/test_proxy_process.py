@@ -17,8 +17,7 @@ from fakes.proxy import CLIENT_KEY, running_proxy
 from pools.config import InferencePoolConfig
 from pools.jobs import Restarts
 from pools.proxy.client import ProxyAddress, ProxySettings
-from pools.proxy.connections.listener import lent, standing_socket
-from pools.proxy.process import ProxyProcess, check_network
+from pools.proxy.process import ProxyProcess, check_network, lent, standing_socket
 from pools.settings import ProxyKeys
 from resources.errors import BadInput, ProxyFailed
 from resources.jobs.jobs import Command, JobStatus

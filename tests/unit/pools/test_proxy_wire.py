@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from fakes.fuzz import awkward_streams, check_conversation
 from fakes.polling import until
 from fakes.wire import EchoApplication
-from pools.proxy.connections.listener import Listener
 from pools.proxy.connections.reading import MAX_HEAD_BYTES, Bounds, RequestReader, Turn
 from pools.proxy.connections.room import PART_BYTES, BodyRoom
+from pools.proxy.connections.wire import Listener
 
 BOUNDS = Bounds(2**26, head_timeout_seconds=5, idle_timeout_seconds=5)
 POST = b"POST /a HTTP/1.1\r\nHost: x\r\n"
