@@ -210,6 +210,17 @@ class LeaseStatus(Lease):
     """Seconds until it ends without renewal."""
 
 
+class CellOptions(Config):
+    """Options of an attempt at a cell, when it is opened or closed."""
+
+    mirror: str | None = None
+    """Folder in any store that its answers are read from when it is opened, and copied to."""
+    traceparent: str | None = Field(default=None, pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
+    """Span of its requests, as in W3C's Trace Context."""
+    drop: bool = False
+    """Delete the answers in the mirror when it is closed, since the cell has its record."""
+
+
 class ReplicaStatus(Config):
     """A replica as the proxy sees it."""
 

@@ -16,6 +16,7 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -48,58 +49,56 @@ _SEGMENT = re.compile(r"segment-\d+-[0-9a-f]+\.jsonl\.gz")
 _SLICE_ROWS = 32
 
 
+@dataclass(frozen=True)
 class Mirror:
-    """The segments of a cell, in a folder at any location that fsspec supports."""
+    """The segments of a cell, in a folder at any location that fsspec supports; `path` is the journal's file."""
 
-    def __init__(self, path: Path, *, cell: str, folder: str, warn: Callable[[str], None]) -> None:
-        self._path = path
-        self._cell = cell
-        self._folder = folder
-        self._warn = warn
+    path: Path
+    cell: str
+    folder: str
+    warn: Callable[[str], None]
 
     def export(self) -> None:
         """Writes the cell's rows that are in no segment yet, as segments."""
-        with connected(self._path) as connection:
+        with connected(self.path) as connection:
             while batch := self._next_segment(connection):
-                number = connection.execute(
-                    "SELECT count(*) FROM segments WHERE mirror = ?", (self._folder,)
-                ).fetchone()
+                number = connection.execute("SELECT count(*) FROM segments WHERE mirror = ?", (self.folder,)).fetchone()
                 name = f"segment-{number[0]:06d}-{secrets.token_hex(6)}.jsonl.gz"
                 content = encoded(row for _, row in batch)
-                if not storage.create_bytes(storage.join(self._folder, name), content):
+                if not storage.create_bytes(storage.join(self.folder, name), content):
                     continue
                 self._remember(connection, name, batch[-1][0])
 
     def load(self) -> None:
         """Imports the rows of every segment that is not in the database yet; damaged segments in part."""
-        with connected(self._path) as connection:
+        with connected(self.path) as connection:
             query = "SELECT name FROM segments WHERE mirror = ?"
-            known = {name for (name,) in connection.execute(query, (self._folder,))}
+            known = {name for (name,) in connection.execute(query, (self.folder,))}
             for name in sorted(self._names() - known):
-                content = storage.read_bytes(storage.join(self._folder, name))
+                content = storage.read_bytes(storage.join(self.folder, name))
                 try:
                     self._load_rows(connection, decoded(content))
                 except SegmentCut as problem:
-                    self._warn(f"{storage.join(self._folder, name)} is damaged ({problem}); the rows before are used.")
+                    self.warn(f"{storage.join(self.folder, name)} is damaged ({problem}); the rows before are used.")
                 self._remember(connection, name, 0)
 
     def drop(self) -> None:
         for name in self._names():
-            storage.delete(storage.join(self._folder, name))
-        with connected(self._path) as connection, writing(connection):
-            connection.execute("DELETE FROM segments WHERE mirror = ?", (self._folder,))
+            storage.delete(storage.join(self.folder, name))
+        with connected(self.path) as connection, writing(connection):
+            connection.execute("DELETE FROM segments WHERE mirror = ?", (self.folder,))
 
     def _names(self) -> set[str]:
-        names = (storage.basename(file.uri) for file in storage.list_files(self._folder) if file.regular)
+        names = (storage.basename(file.uri) for file in storage.list_files(self.folder) if file.regular)
         return {name for name in names if _SEGMENT.fullmatch(name)}
 
     def _next_segment(self, connection: sqlite3.Connection) -> list[tuple[int, Row]]:
         query = "SELECT coalesce(max(last_id), 0) FROM segments WHERE mirror = ?"
-        last = connection.execute(query, (self._folder,)).fetchone()[0]
+        last = connection.execute(query, (self.folder,)).fetchone()[0]
         query = f"SELECT id, {COLUMNS} FROM answers WHERE cell = ? AND id > ? AND imported = 0 ORDER BY id"
         batch: list[tuple[int, Row]] = []
         size = 0
-        with closing(connection.execute(query, (self._cell, last))) as cursor:
+        with closing(connection.execute(query, (self.cell, last))) as cursor:
             for number, *values in cursor:
                 row = Row(*values)
                 row_bytes = len(row.body) + len(row.request or b"")
@@ -115,7 +114,7 @@ class Mirror:
         batch: list[Row] = []
         try:
             for row in rows:
-                if row.cell == self._cell:
+                if row.cell == self.cell:
                     batch.append(row)
                 if len(batch) == _SLICE_ROWS:
                     _insert(connection, batch)
@@ -125,7 +124,7 @@ class Mirror:
 
     def _remember(self, connection: sqlite3.Connection, name: str, last_id: int) -> None:
         with writing(connection):
-            connection.execute("INSERT OR REPLACE INTO segments VALUES (?, ?, ?)", (self._folder, name, last_id))
+            connection.execute("INSERT OR REPLACE INTO segments VALUES (?, ?, ?)", (self.folder, name, last_id))
 
 
 def _insert(connection: sqlite3.Connection, rows: list[Row]) -> None:

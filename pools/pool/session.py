@@ -160,6 +160,9 @@ class PoolSession:
 
         self._patiently(close)
 
+    def replica_seconds(self, name: str) -> float:
+        return self.status().replica_seconds.get(name, 0.0)
+
     def want(self, name: str) -> None:
         self._known(name)
         with self._changing:

@@ -11,7 +11,16 @@ from typing import Literal, TypeVar
 
 from pydantic import Field
 
-from pools.protocol import Announcement, DesiredState, Lease, Orders, ProxyLimits, ProxyStatus, RequestCounters
+from pools.protocol import (
+    Announcement,
+    CellOptions,
+    DesiredState,
+    Lease,
+    Orders,
+    ProxyLimits,
+    ProxyStatus,
+    RequestCounters,
+)
 from resources.config import Config
 from resources.errors import ProxyFailed, ProxyRefused
 from resources.jobs.jobs import JobHandle
@@ -137,7 +146,7 @@ class ProxyClient:
         The cell's name is the same in every attempt that may replay its answers. `mirror` is a folder in any store that
         its answers are read from now, and copied to; `traceparent` is the span of its requests, for engines that trace.
         """
-        body = json.dumps({"mirror": mirror, "traceparent": traceparent})
+        body = CellOptions(mirror=mirror, traceparent=traceparent).model_dump_json()
         self.ask_for("PUT", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
 
     def cell_counts(self, cell: str, attempt: str) -> RequestCounters:
@@ -145,7 +154,7 @@ class ProxyClient:
 
     def close_cell(self, cell: str, attempt: str, *, drop: bool) -> RequestCounters:
         """Closes an attempt at a cell; `drop` deletes the mirrored answers, since the cell has its record."""
-        body = json.dumps({"drop": drop})
+        body = CellOptions(drop=drop).model_dump_json()
         answer = self.ask_for("DELETE", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
         return RequestCounters(**json.loads(answer))
 

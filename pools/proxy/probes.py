@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from pools.protocol import ProxyLimits
 from pools.proxy.connections.upstream import Lost, TimedOut, Upstream
@@ -15,14 +16,14 @@ _COMMENT = re.compile(rb"# (?:HELP|TYPE) ([A-Za-z_:][\w:]*) .*")
 _SAMPLE = re.compile(rb"([A-Za-z_:][\w:]*)(?:\{([^\n]*)\})?( [-+.\dA-Za-z]*[\dfN](?: -?\d+)?)")
 
 
+@dataclass(frozen=True)
 class Probes:
     """Polls `/health` of each suspect replica until it answers 200; then calls `on_recovery`."""
 
-    def __init__(self, upstream: Upstream, *, limits: ProxyLimits, on_recovery: Callable[[], None]) -> None:
-        self._upstream = upstream
-        self._limits = limits
-        self._on_recovery = on_recovery
-        self._tasks: dict[RoutedReplica, asyncio.Task[None]] = {}
+    upstream: Upstream
+    limits: ProxyLimits
+    on_recovery: Callable[[], None]
+    _tasks: dict[RoutedReplica, asyncio.Task[None]] = field(default_factory=dict)
 
     def watch(self, replica: RoutedReplica) -> None:
         if _is_worth_asking(replica) and replica not in self._tasks:
@@ -41,12 +42,12 @@ class Probes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ask_until_it_answers(self, replica: RoutedReplica) -> None:
-        seconds = self._limits.probe_timeout_seconds
-        while await _fetched(self._upstream, replica, b"/health", seconds=seconds) is None:
-            await asyncio.sleep(self._limits.probe_interval_seconds)
+        seconds = self.limits.probe_timeout_seconds
+        while await _fetched(self.upstream, replica, b"/health", seconds=seconds) is None:
+            await asyncio.sleep(self.limits.probe_interval_seconds)
         del self._tasks[replica]
         replica.suspect = False
-        self._on_recovery()
+        self.on_recovery()
 
 
 def _is_worth_asking(replica: RoutedReplica) -> bool:

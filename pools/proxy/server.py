@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 from pydantic import ValidationError
 
 from pools.journal.cells import CellScope
-from pools.protocol import NAME_PATTERN, Announcement, DesiredState, Lease, Orders, ProxyStatus
+from pools.protocol import NAME_PATTERN, Announcement, CellOptions, DesiredState, Lease, Orders, ProxyStatus
 from pools.proxy.client import ProxySettings
 from pools.proxy.connections.messages import Head, Refusal, Reply, Request, Responder, unknown_model
 from pools.proxy.counters import Tally, prometheus_text
@@ -266,15 +266,15 @@ class ProxyServer:
 
     async def _cell(self, request: Request, name: str) -> Reply:
         cell, _, attempt = name.partition("/")
-        options = json_object(request.body)
-        mirrored = options.get("mirror") is not None or self._cells.is_mirrored(cell)
+        scope, options = CellScope(cell, attempt), _read(CellOptions, request) if request.body else CellOptions()
+        mirrored = options.mirror is not None or self._cells.is_mirrored(cell)
         if mirrored and request.head.method != "GET" and not _carries(request.head, self._admin_key):
             raise Refusal(403, "Only the pool's admin key may have copies of answers written, or deleted.")
         match request.head.method:
             case "PUT":
-                await self._cells.open(cell, attempt, options)
+                await self._cells.open(scope, options)
             case "DELETE":
-                await self._cells.close_cell(cell, attempt, options)
+                await self._cells.close_cell(scope, options)
         return _json(asdict(self._tally.cell(cell, attempt)))
 
     def _status_now(self) -> ProxyStatus:
@@ -323,17 +323,6 @@ class ProxyServer:
             due = loop.time() + pause
             await asyncio.sleep(pause)
             stalled = max(0.0, loop.time() - due)
-
-
-def json_object(body: bytes) -> dict[str, object]:
-    """Returns a body that is a JSON object, or empty."""
-    try:
-        content = json.loads(body or b"{}")
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise Refusal(400, "The body must be a JSON object.")
-    return content
 
 
 def _read(kind: type[Value], request: Request) -> Value:

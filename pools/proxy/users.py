@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from pools.journal.cells import CellScope
 from pools.journal.store import Journal
-from pools.protocol import JournalStatus, Lease, LeaseStatus, ServedModel
+from pools.protocol import CellOptions, JournalStatus, Lease, LeaseStatus, ServedModel
 from pools.proxy.connections.messages import Refusal
 
 _REMEMBERED = 10_000
 """Most remembered cells that were opened or closed at this proxy: late requests cannot open another attempt at them."""
-_TRACEPARENT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Cells:
@@ -33,27 +31,20 @@ class Cells:
             return
         await self._journal.cells.go_on(scope)
 
-    async def open(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
-        """Opens an attempt at a cell; `options` may name a folder as `mirror`, and a span as `traceparent`."""
-        mirror = options.get("mirror")
-        if mirror is not None and not isinstance(mirror, str):
-            raise Refusal(400, "mirror must be the address of a folder, or null.", param="mirror")
-        trace = options.get("traceparent")
-        if trace is not None and not (isinstance(trace, str) and _TRACEPARENT.fullmatch(trace)):
-            raise Refusal(400, "traceparent must be as W3C's Trace Context has it, or null.", param="traceparent")
-        self._remember(cell, mirrored=mirror is not None)
-        if trace is not None:
-            self._traces[CellScope(cell, attempt)] = trace.encode()
+    async def open(self, scope: CellScope, options: CellOptions) -> None:
+        self._remember(scope.cell, mirrored=options.mirror is not None)
+        if options.traceparent is not None:
+            self._traces[scope] = options.traceparent.encode()
             if len(self._traces) > _REMEMBERED:
                 self._traces.popitem(last=False)
         if self._journal is not None:
-            await self._journal.cells.open_cell(CellScope(cell, attempt), mirror=mirror)
+            await self._journal.cells.open_cell(scope, mirror=options.mirror)
 
-    async def close_cell(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
-        self._remember(cell, mirrored=self.is_mirrored(cell))
-        self._traces.pop(CellScope(cell, attempt), None)
+    async def close_cell(self, scope: CellScope, options: CellOptions) -> None:
+        self._remember(scope.cell, mirrored=self.is_mirrored(scope.cell))
+        self._traces.pop(scope, None)
         if self._journal is not None:
-            await self._journal.cells.close_cell(CellScope(cell, attempt), drop_mirror=options.get("drop") is True)
+            await self._journal.cells.close_cell(scope, drop_mirror=options.drop)
 
     def is_mirrored(self, cell: str) -> bool:
         """Returns True if answers of a cell are copied to a folder, as far as this proxy has been notified."""

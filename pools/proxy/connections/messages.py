@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from pools.proxy.connections.room import AnswerShare
@@ -57,12 +57,8 @@ class Head:
     target: bytes
     """Path and query as received."""
     headers: Sequence[Header]
-    first: Mapping[bytes, bytes] = field(default_factory=dict)
-    """First value of each header, by lower-case name; built from `headers` by default."""
-
-    def __post_init__(self) -> None:
-        if not self.first:
-            self.first = {name.lower(): value for name, value in reversed(self.headers)}
+    first: Mapping[bytes, bytes]
+    """First value of each header, by lower-case name."""
 
     def header(self, name: bytes) -> bytes | None:
         """Returns the first header of that name (lower case), or None."""
@@ -150,11 +146,6 @@ def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
     return json.dumps({"error": error}).encode()
 
 
-def error_event(status: int, message: str) -> bytes:
-    """Returns an error as the last event of a stream."""
-    return b"data: " + error_body(status, message) + b"\n\n"
-
-
 def unknown_model(name: str, known: Iterable[str]) -> Refusal:
     """Returns the refusal of an unknown model name."""
     names = sorted(known)
@@ -162,8 +153,3 @@ def unknown_model(name: str, known: Iterable[str]) -> Refusal:
     if len(names) > _MODELS_NAMED_AT_MOST:
         listed += f" and {len(names) - _MODELS_NAMED_AT_MOST} more"
     return Refusal(404, f"The model `{name}` does not exist. Known models: {listed}.", param="model")
-
-
-def passed_on(headers: Sequence[Header], *, dropped: frozenset[bytes]) -> list[Header]:
-    """Returns the headers without those dropped (lower-case names), in their order, repeated headers included."""
-    return [header for header in headers if header[0].lower() not in dropped]

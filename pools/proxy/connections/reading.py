@@ -80,14 +80,11 @@ class RequestReader:
         self._refusal_of = refuse
         self._take = take
         self._parser = httptools.HttpRequestParser(self)
-        self._target = b""
-        self._headers: list[Header] = []
-        self._first: dict[bytes, bytes] = {}
         self._body = bytearray()  # not a list: a body may arrive in pieces of 1 byte
         self._head: Head
         self._refused: Reply | None = None
         self._piece_bytes = self._begun_in_bytes = self._head_bytes = self._quiet_bytes = self._room_bytes = 0
-        self._old = self._two_hosts = self._keep_alive = self._resuming = False
+        self._old = self._keep_alive = self._resuming = False
         self._framing: bytes | None = None
         self.state = BETWEEN
         self.moved = False
@@ -157,8 +154,8 @@ class RequestReader:
         self.state = HEAD
         self.moved = True
         self._target = b""
-        self._headers = []
-        self._first = {}
+        self._headers: list[Header] = []
+        self._first: dict[bytes, bytes] = {}
         self._two_hosts = False
         self._head_bytes = self._begun_in_bytes = (
             self._piece_bytes

@@ -11,9 +11,10 @@ from pools.protocol import NO_KEYS, EngineKeys
 from pools.proxy.connections.engine_connection import EngineConnection, Origin, message_of
 from pools.proxy.connections.messages import Header
 from pools.proxy.connections.room import AnswerShare, BodyRoom
-from pools.proxy.connections.stream import KEPT_BYTES
 
 STREAM_BUFFER_BYTES = 2**20
+KEPT_BYTES = 8 * 2**20
+"""Largest streamed answer that is kept in memory."""
 _EVENT_STREAM = b"text/event-stream"
 
 

@@ -46,7 +46,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._turns: deque[Turn] = deque()
         self._turn: Turn | None = None
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
         self._closed = False
         self._write_paused = self._read_paused = False
         self._drained: asyncio.Future[None] | None = None
@@ -70,8 +70,8 @@ class ClientConnection(asyncio.Protocol):
         self._turns.clear()
         if not self._gone.done():
             self._gone.set_result(None)
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
     def eof_received(self) -> bool:
         """Treats a client that sends no more as disconnected, as TCP cannot distinguish the two."""
@@ -184,7 +184,7 @@ class ClientConnection(asyncio.Protocol):
                 self._end_turn(turn)
             elif turn.request is not None:
                 self._deadline = math.inf
-                self._task = self._loop.create_task(self._answer(turn.request))
+                self.task = self._loop.create_task(self._answer(turn.request))
         if self._read_paused and not self._turns and not self._closed:
             self._read_paused = False
             self._transport.resume_reading()
@@ -202,7 +202,7 @@ class ClientConnection(asyncio.Protocol):
             if self._closed:
                 break
             self._transport.write(turn.body[at : at + _PIECE_BYTES])
-        self._task = None
+        self.task = None
         if self._closed:
             return
         if not turn.begun:
@@ -249,10 +249,6 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     # --- Ending ------------------------------------------------------------------------------------------------------
-
-    @property
-    def task(self) -> asyncio.Task[None] | None:
-        return self._task
 
     def look_at(self, now: float, *, stalled_seconds: float = 0.0) -> None:
         """Ends the connection after its deadline; time in which this process read nothing does not count."""

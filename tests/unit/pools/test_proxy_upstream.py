@@ -21,8 +21,8 @@ from fakes.proxy import HEADERS, FakeReplica, PoolState, RunningProxy, running_p
 from fakes.wire import Script, read_request, scripted_engine
 from pools.protocol import Announcement
 from pools.proxy.connections.room import AnswerShare, BodyRoom
-from pools.proxy.connections.stream import EventRelay
 from pools.proxy.connections.upstream import STREAM_BUFFER_BYTES, Call, Lost, NotConnected, TimedOut, Upstream
+from pools.proxy.request import EventRelay
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture:DeprecationWarning")
 

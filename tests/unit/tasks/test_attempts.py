@@ -249,10 +249,10 @@ def test_cell_costs_the_chips_seconds_and_regional_price_of_its_replica(tmp_path
             assert cost.usd == pytest.approx(float(hourly) * seconds / 3600, rel=1e-3, abs=1e-8)
             assert (cost.region, cost.as_of, cost.source) == ("us-central1", prices.as_of, prices.source)
             assert cost.preemptible is resources.get("preemptible", True)
-        before = session.status().replica_seconds.get(checkpoint.name, 0.0)
+        before = session.replica_seconds(checkpoint.name)
         with ThreadPoolExecutor(2) as threads:
             both = list(threads.map(run, ("b", "c"), (SLICES, SLICES)))
-        whole = session.status().replica_seconds.get(checkpoint.name, 0.0) - before
+        whole = session.replica_seconds(checkpoint.name) - before
     assert sum(each.served["replica_seconds"] for each in both) <= whole + 0.01, "none of its seconds is paid twice"
 
 
