@@ -29,7 +29,7 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import GENERATE, Scoring
 from pools.engine.engine_client import CANARY_PROMPTS, EngineClient
 from pools.engine.engines import CHECK_PROGRAM
-from pools.engine.launch import Launcher, ServedCheckpoint, check_job
+from pools.engine.launch import Launcher, ServedCheckpoint, job_of
 from pools.engine.reload_trust import ROUNDING_NATS
 from pools.journal.terms import ROUNDING
 from pools.weights.formats import read_json
@@ -115,7 +115,7 @@ def _answer_of_check(
         launch = launcher.check(order, answer)
         if launch is None:
             return None
-        job = client.submit(check_job(launch))
+        job = client.submit(job_of("check", launch, launch.variables))
         try:
             job.wait(_LONGEST_SECONDS, raise_on_failure=False)
             content = json.loads(answer.read_bytes())

@@ -291,15 +291,11 @@ def engine_job(name: str, config: InferencePoolConfig, launch: Launch, *, key: s
     """Returns the job of an engine, or of a host's part of it, started by its agent; a server requires `key`."""
     own = {ENGINE_KEY_VARIABLE: key} if key is not None else {}
     device = device_variables(config.resource_config.device)
-    return _job(f"engine-{name}", launch, {**device, **launch.variables, **own})
+    return job_of(f"engine-{name}", launch, {**device, **launch.variables, **own})
 
 
-def check_job(launch: Launch) -> JobRequest:
-    """Returns the job of a check of tensors, on the machine of its agent."""
-    return _job("check", launch, launch.variables)
-
-
-def _job(name: str, launch: Launch, variables: Mapping[str, str]) -> JobRequest:
+def job_of(name: str, launch: Launch, variables: Mapping[str, str]) -> JobRequest:
+    """Returns the job of a program that an agent starts on its own machine."""
     return JobRequest(
         name=f"{name}-{random.randrange(16**6):06x}",
         entrypoint=Command(launch.command, launch.arguments),

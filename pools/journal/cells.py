@@ -204,16 +204,13 @@ class OpenCells:
         while self._untidied_bytes:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._much_written.wait(), TIDY_SECONDS)
-            await self._tidy()
-
-    async def _tidy(self) -> None:
-        self._much_written.clear()
-        self._untidied_bytes = 0
-        outcome = await self._in_file_thread(_tidied, self._path, self._max_bytes)
-        self._database.follow()
-        if outcome is not None:
-            dropped, self._database.counters.bytes = outcome
-            self._database.counters.dropped += dropped
+            self._much_written.clear()
+            self._untidied_bytes = 0
+            outcome = await self._in_file_thread(_tidied, self._path, self._max_bytes)
+            self._database.follow()
+            if outcome is not None:
+                dropped, self._database.counters.bytes = outcome
+                self._database.counters.dropped += dropped
 
     async def _export_forever(self) -> None:
         while True:

@@ -22,12 +22,11 @@ from pools.jobs import labelled, pool_environment
 from pools.pool.access import PoolAccess, PoolDescription, engine_digest
 from pools.pool.director import Patience, assign
 from pools.pool.loads import LoadLog
+from pools.pool.processes import AgentJobs, ProxyProcess, check_network
 from pools.pool.session import PoolSession
 from pools.protocol import Demand, DesiredState, ProxyStatus, ServedModel
 from pools.proxy.client import ProxyClient
-from pools.proxy.process import ProxyProcess, check_network
 from pools.replica.agent import run_agent
-from pools.replica.agent_jobs import AgentJobs
 from pools.settings import POOL_JOIN_TOKEN_VARIABLE, ProxyKeys
 from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment, pinned_versions, planned_identity
@@ -166,7 +165,7 @@ class InferencePool:
         """Returns after `idle_seconds` without leases and requests, or when the pool stops."""
         director = self._director
         used_at = time.monotonic()
-        while not director.wait(min(1.0, idle_seconds / 4)):
+        while not director.stopping.wait(min(1.0, idle_seconds / 4)):
             if director.failure is not None:
                 raise ProxyFailed(expected="a pool that lives", found=director.failure, remedy="read its log")
             try:
@@ -208,7 +207,7 @@ class DirectorLoop:
         self._failed: str | None = None
         self._users_then: frozenset[str] = frozenset()
         self._proxy_silent_since: float | None = None
-        self._stopping = threading.Event()
+        self.stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool-director", daemon=True)
 
     def start(self, replicas: Sequence[str]) -> None:
@@ -217,13 +216,9 @@ class DirectorLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        self._stopping.set()
+        self.stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    def wait(self, seconds: float) -> bool:
-        """Waits for that time; returns True at once when the loop is being stopped."""
-        return self._stopping.wait(seconds)
 
     @property
     def failure(self) -> str | None:
@@ -241,7 +236,7 @@ class DirectorLoop:
     def _direct(self) -> None:
         version = -1
         wait_seconds = _IDLE_WAIT_SECONDS
-        while not self._stopping.is_set():
+        while not self.stopping.is_set():
             try:
                 status = self.proxy.status(after=version, wait_seconds=wait_seconds)
                 version, self._proxy_silent_since = status.version, None
@@ -254,13 +249,13 @@ class DirectorLoop:
                 self._agents.look_after(status.replicas)
                 self._order(status)
             except ProxyFailed:
-                if self._stopping.is_set() or not self._restart_proxy():
+                if self.stopping.is_set() or not self._restart_proxy():
                     return
                 version = -1
                 continue
             waiting = any(demand.held for demand in status.demand.values())
             wait_seconds = _BUSY_WAIT_SECONDS if waiting else _IDLE_WAIT_SECONDS
-            self._stopping.wait(_BUSY_WAIT_SECONDS / 5)  # limits the polling rate under many status changes
+            self.stopping.wait(_BUSY_WAIT_SECONDS / 5)  # limits the polling rate under many status changes
 
     def _order(self, status: ProxyStatus) -> None:
         self._give_up_or_try_again(status)
@@ -339,7 +334,7 @@ class DirectorLoop:
                 self._proxy_silent_since = None
             looked_until = now + _IDLE_WAIT_SECONDS
             while not (restarted := self._proxy_process.restart_if_ended()) and time.monotonic() < looked_until:
-                if self._stopping.wait(_BUSY_WAIT_SECONDS):  # connecting too early, its old socket would block
+                if self.stopping.wait(_BUSY_WAIT_SECONDS):  # connecting too early, its old socket would block
                     return False
             if restarted:
                 self._on_event("the proxy ended and was started again")

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pools.journal.cells import CellScope
 from pools.journal.keys import Subject, question
-from pools.journal.store import Claim, Journal
+from pools.journal.store import Journal
 from pools.protocol import ProxyLimits, RequestCounters, ServedModel
 from pools.proxy.connections.messages import ClientGone, Refusal, Reply, Request, Responder, no_room, unknown_model
 from pools.proxy.connections.upstream import Call, Upstream
@@ -146,7 +146,10 @@ class Forwarder:
                 settled = True
                 return 200
             last, digest = await self._forward(asked, responder, scope)
-            kept = digest == served.digest and await _keep(journal, claim, last)
+            body, kept = last.body, False
+            if digest == served.digest and last.facts is not None and body is not None:
+                await journal.keep(claim, last.content_type, body, facts=last.facts)
+                kept = True
             status = await _give(last, responder)
             settled = kept
             return status
@@ -286,12 +289,11 @@ class Forwarder:
 
     @contextmanager
     def _held(self, asked: Asked) -> Iterator[None]:
-        token = object()
-        self._table.hold(asked.model, token)
+        self._table.hold(asked.model)
         try:
             yield
         finally:
-            self._table.let_go(asked.model, token)
+            self._table.let_go(asked.model)
 
     async def _hold(self, asked: Asked, scope: CellScope | None, look: Callable[[], Found | None]) -> Found:
         table, limits = self._table, self._limits
@@ -326,14 +328,6 @@ class Forwarder:
         for change in self._waiting:
             if not change.done():
                 change.set_result(None)
-
-
-async def _keep(journal: Journal, claim: Claim, last: Attempt) -> bool:
-    body = last.body
-    if last.facts is None or body is None:
-        return False
-    await journal.keep(claim, last.content_type, body, facts=last.facts)
-    return True
 
 
 async def _give(last: Attempt, responder: Responder) -> int:

@@ -14,7 +14,7 @@ _REMEMBERED_DEMAND_SECONDS = 600.0
 
 @dataclass(slots=True)
 class _Asked:
-    held: set[object] = field(default_factory=set)
+    held: int = 0
     # kept when held requests are given up
     unserved_since: float | None = None
     in_flight: int = 0
@@ -174,20 +174,19 @@ class RoutingTable:
                 best, best_rank = replica, rank
         return best
 
-    def hold(self, model: str, request: object) -> None:
+    def hold(self, model: str) -> None:
         asked = self._asked_of(model)
         if not asked.held:
             self.bump()
         if asked.unserved_since is None:
             asked.unserved_since = self.clock()
-        asked.held.add(request)
+        asked.held += 1
         self.held += 1
 
-    def let_go(self, model: str, request: object) -> None:
+    def let_go(self, model: str) -> None:
         asked = self._asked_of(model)
-        if request in asked.held:
-            asked.held.remove(request)
-            self.held -= 1
+        asked.held -= 1
+        self.held -= 1
         asked.last_active = self.clock()
 
     def begin(self, replica: RoutedReplica, model: str) -> None:
@@ -271,9 +270,9 @@ class RoutingTable:
 
 
 def _demand(asked: _Asked, now: float, suspects: int) -> Demand:
-    open_now = bool(asked.held) or asked.in_flight > 0
+    open_now = asked.held > 0 or asked.in_flight > 0
     return Demand(
-        held=len(asked.held),
+        held=asked.held,
         in_flight=asked.in_flight,
         suspects=suspects,
         unserved_seconds=max(0.0, now - asked.unserved_since) if asked.unserved_since is not None else 0.0,

@@ -51,13 +51,6 @@ class _Route(NamedTuple):
     answer: Answerer | None
 
 
-class _Found(NamedTuple):
-    route: _Route
-    # the name behind the route's path, else the path
-    name: str
-    scope: CellScope | None
-
-
 class ProxyServer:
     """Authorizes requests and dispatches them by path."""
 
@@ -104,7 +97,7 @@ class ProxyServer:
     def refuse(self, head: Head) -> Reply | None:
         """Returns the refusal that is due before the body is read; None to go on."""
         try:
-            route = self._find(head.path).route
+            route, _, _ = self._find(head.path)
             if route.keys and not any(_carries(head, key) for key in route.keys):
                 raise Refusal(401, "The Authorization header must be Bearer and this pool's key.")
             if head.method not in route.methods:
@@ -136,7 +129,8 @@ class ProxyServer:
         await self._forwarder.close()
         await self._cells.close()
 
-    def _find(self, path: str) -> _Found:
+    def _find(self, path: str) -> tuple[_Route, str, CellScope | None]:
+        # returns the name behind the route's path, else the path, between the two
         if "%" in path:  # a server behind it that decodes it might read another path
             raise Refusal(400, "The path must be written without %.")
         scope = None
@@ -144,10 +138,10 @@ class ProxyServer:
             scope, path = CellScope(inside[1], inside[2]), inside[3]
         route = self._routes.get(path)
         if route is not None and not path.endswith("/"):
-            return _Found(route, path, scope)
+            return route, path, scope
         if (named := _NAMED.fullmatch(path)) is not None:
             prefix, name = filter(None, named.groups())
-            return _Found(self._routes[prefix], name, scope)
+            return self._routes[prefix], name, scope
         raise Refusal(404, "There is nothing at this path.")
 
     async def _models(self, _request: Request, _name: str) -> Reply:

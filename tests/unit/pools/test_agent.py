@@ -20,10 +20,10 @@ from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint, write_safetensors
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
+from pools.pool.processes import AgentJobs, is_silent
 from pools.protocol import Announcement, Orders
 from pools.proxy.client import ProxyAddress
 from pools.replica import agent
-from pools.replica.agent_jobs import AgentJobs, is_silent
 from pools.replica.replica import ReplicaEngine
 from resources.backends.local.client import LocalClient
 from resources.errors import BackendUnavailable

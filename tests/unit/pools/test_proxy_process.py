@@ -16,8 +16,8 @@ from fakes.pools import InferencePool
 from fakes.proxy import CLIENT_KEY, running_proxy
 from pools.config import InferencePoolConfig
 from pools.jobs import Restarts
+from pools.pool.processes import ProxyProcess, check_network, lent, standing_socket
 from pools.proxy.client import ProxyAddress, ProxySettings
-from pools.proxy.process import ProxyProcess, check_network, lent, standing_socket
 from pools.settings import ProxyKeys
 from resources.errors import BadInput, ProxyFailed
 from resources.jobs.jobs import Command, JobStatus
@@ -51,7 +51,7 @@ def test_proxy_that_has_ended_is_started_again_on_its_port() -> None:
 
 def test_proxy_that_ends_for_ever_is_given_up_and_for_ten_minutes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("pools.proxy.process.Restarts", partial(Restarts, clock=lambda: now))
+    monkeypatch.setattr("pools.pool.processes.Restarts", partial(Restarts, clock=lambda: now))
     process, client = started_at(*[ProxyAddress(host="10.0.0.1", port=4321, pid=pid) for pid in range(13)])
     for _ in range(10):
         assert process.restart_if_ended()

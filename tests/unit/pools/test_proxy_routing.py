@@ -257,15 +257,14 @@ def test_orders_name_the_checkpoint_and_what_comes_next() -> None:
 def test_demand_tells_held_in_flight_and_idle() -> None:
     table = _table(a=_announcement())
     assert isinstance(table.clock, Clock)
-    first, second = object(), object()
-    table.hold("m2", first)
+    table.hold("m2")
     table.clock.now += 3
-    table.hold("m2", second)
+    table.hold("m2")
     replica = _begun(table)
     demand = table.demand()
     assert (demand["m2"].held, demand["m2"].unserved_seconds, table.held) == (2, 3.0, 2)
     assert (demand["m1"].in_flight, demand["m1"].idle_seconds) == (1, 0.0)
-    table.let_go("m2", first)
+    table.let_go("m2")
     table.end(replica, "m1", RequestOutcome.ANSWERED)
     table.clock.now += 2
     demand = table.demand()
@@ -277,21 +276,19 @@ def test_demand_counts_a_models_wait_since_served_despite_clients_leaving() -> N
     table = _table(a=_announcement())
     assert isinstance(table.clock, Clock)
     for _ in range(5):  # a client with a timeout of 10 s that retries after 2 s
-        request = object()
-        table.hold("m1", request)
+        table.hold("m1")
         table.clock.now += 10
-        table.let_go("m1", request)
+        table.let_go("m1")
         assert table.demand()["m1"].held == 0
         table.clock.now += 2
-    first, second = object(), object()
-    table.hold("m1", first)
-    table.hold("m1", second)
+    table.hold("m1")
+    table.hold("m1")
     assert table.demand()["m1"].unserved_seconds == 60
-    table.let_go("m1", first)
+    table.let_go("m1")
     replica = _begun(table)
     table.clock.now += 3
     assert table.demand()["m1"].unserved_seconds == 3, "the second model waits since the first was served"
-    table.let_go("m1", second)
+    table.let_go("m1")
     table.begin(replica, "m1")
     assert table.demand()["m1"].unserved_seconds == 0
 
