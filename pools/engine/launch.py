@@ -230,11 +230,12 @@ class VllmLauncher:
             kwargs["enable_prefix_caching"] = False
         if self.config.device != "tpu":  # TPUs have no prompt log-probabilities, and compile for each length
             kwargs = with_last_token(kwargs, checkpoint.files.config)
-        elif part is not None:
-            return self._launch_on_slice(self._served(kwargs, checkpoint, port), part)
-        if part is not None:
-            kwargs |= part_arguments(part)
-        return self._started(ENGINES[self.config.device].program, self._served(kwargs, checkpoint, port), part)
+            kwargs |= part_arguments(part) if part is not None else {}
+        folder, name = str(checkpoint.folder), self.config.model.name
+        served = server_arguments(kwargs, folder=folder, name=name, port=port)
+        if self.config.device == "tpu" and part is not None:
+            return self._launch_on_slice(served, part)
+        return self._started(ENGINES[self.config.device].program, served, part)
 
     def check(self, order: Path, answer: Path) -> Launch | None:
         kind = (CHECK,) if self.server is not None else ()
@@ -246,9 +247,6 @@ class VllmLauncher:
             return Launch(command.command, command.args, self._variables(part))
         start = (*interpreter_arguments(program), *arguments)
         return Launch(str(self.environment.python), start, self._variables(part))
-
-    def _served(self, kwargs: Mapping[str, Any], checkpoint: ServedCheckpoint, port: int) -> tuple[str, ...]:
-        return server_arguments(kwargs, folder=str(checkpoint.folder), name=self.config.model.name, port=port)
 
     def _launch_on_slice(self, served: tuple[str, ...], part: HostPart) -> Launch:
         device = self.config.resource_config.device

@@ -38,6 +38,7 @@ from resources.storage.conditional_writes import (
     read_version,
     replace_bytes,
 )
+from resources.storage.regular_files import open_regular
 
 _LONGEST_NAME = 200  # it becomes a file name
 _OPEN_TO_OTHERS, _WRITTEN_BY_OTHERS = 0o077, 0o022
@@ -123,7 +124,7 @@ def access_at(url: str, *, key: SecretStr | None, admin_key: SecretStr | None = 
 
 def described(address: ProxyAddress, *, key: SecretStr, admin_key: SecretStr | None) -> PoolAccess:
     """Returns the access to the pool behind a proxy; reads the pool's description from the proxy."""
-    content = ProxyClient(address, key=key.get_secret_value()).describe()
+    content = ProxyClient(address, key=key.get_secret_value()).ask_for("GET", "/pool")
     description = PoolDescription.model_validate_json(content)
     return PoolAccess(**dict(description), address=address, key=key, admin_key=admin_key)
 
@@ -256,9 +257,8 @@ def _read(uri: str) -> PublishedPool | None:
         return PublishedPool(pool, uri, version) if pool is not None and version is not None else None
     path = storage.local_path(uri)
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
-            status = os.fstat(stream.fileno())
-            content = stream.read() if stat.S_ISREG(status.st_mode) else b""
+        with open_regular(path.parent, path.name) as stream:
+            status, content = os.fstat(stream.fileno()), stream.read()
     except PermissionError as error:
         remedy = "start a pool of your own, or use the address and the key of this pool"
         raise StorageError(expected=f"to read {path}", found=str(error), remedy=remedy) from error

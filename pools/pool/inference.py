@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Self
 
 from pools.config import InferencePoolConfig
@@ -119,11 +120,11 @@ class InferencePool:
             **dict(description), address=self._proxy_process.start(), key=self._keys.client, admin_key=self._keys.admin
         )
         self._director = DirectorLoop(
-            self.config,
+            config=self.config,
             proxy=self.access.proxy(timeout_seconds=_DIRECTOR_SECONDS),
             proxy_process=self._proxy_process,
             agents=agents,
-            models=self._models,
+            models=dict(self._models),
             engine=engine_digest(self.config, build),
             on_event=self._on_event,
         )
@@ -179,40 +180,34 @@ class InferencePool:
                 return
 
 
+@dataclass(kw_only=True, eq=False)
 class DirectorLoop:
     """Sends orders to the replicas of a pool from `start` to `stop`."""
 
-    def __init__(
-        self,
-        config: InferencePoolConfig,
-        *,
-        proxy: ProxyClient,
-        proxy_process: ProxyProcess,
-        agents: AgentJobs,
-        models: Mapping[str, ServedModel],
-        engine: str,
-        on_event: Callable[[str], None],
-    ) -> None:
-        self.proxy = proxy
-        self._longest_wait_seconds = config.longest_wait_seconds
-        self._proxy_process = proxy_process
-        self._agents = agents
-        self._models = dict(models)
-        self._engine = engine
-        self._on_event = on_event
-        self._loads = LoadLog(most_failures=config.max_replica_restarts, give_up=agents.give_up, on_event=on_event)
-        self._desired = DesiredState()
-        self._ordered_at: dict[str, float] = {}
-        self._held_since: dict[str, float] = {}
-        self._failed: str | None = None
-        self._users_then: frozenset[str] = frozenset()
-        self._proxy_silent_since: float | None = None
-        self.stopping = threading.Event()
+    config: InferencePoolConfig
+    proxy: ProxyClient
+    proxy_process: ProxyProcess
+    agents: AgentJobs
+    models: dict[str, ServedModel]
+    engine: str
+    on_event: Callable[[str], None]
+    stopping: threading.Event = field(default_factory=threading.Event)
+    _desired: DesiredState = field(default_factory=DesiredState)
+    _ordered_at: dict[str, float] = field(default_factory=dict)
+    _held_since: dict[str, float] = field(default_factory=dict)
+    _failed: str | None = None
+    _users_then: frozenset[str] = frozenset()
+    _proxy_silent_since: float | None = None
+
+    def __post_init__(self) -> None:
+        self._loads = LoadLog(
+            most_failures=self.config.max_replica_restarts, give_up=self.agents.give_up, on_event=self.on_event
+        )
         self._thread = threading.Thread(target=self._run, name="pool-director", daemon=True)
 
     def start(self, replicas: Sequence[str]) -> None:
         self._publish(dict.fromkeys(replicas))
-        self._agents.start(replicas)
+        self.agents.start(replicas)
         self._thread.start()
 
     def stop(self) -> None:
@@ -241,12 +236,12 @@ class DirectorLoop:
                 status = self.proxy.status(after=version, wait_seconds=wait_seconds)
                 version, self._proxy_silent_since = status.version, None
                 for lease in status.leases.values():
-                    self._models.update(lease.models)
+                    self.models.update(lease.models)
                 suspected = {
-                    served.digest for name, served in self._models.items() if status.demand.get(name, Demand()).suspects
+                    served.digest for name, served in self.models.items() if status.demand.get(name, Demand()).suspects
                 }
                 self._loads.take_in(status.replicas, suspected=suspected)
-                self._agents.look_after(status.replicas)
+                self.agents.look_after(status.replicas)
                 self._order(status)
             except ProxyFailed:
                 if self.stopping.is_set() or not self._restart_proxy():
@@ -259,11 +254,11 @@ class DirectorLoop:
 
     def _order(self, status: ProxyStatus) -> None:
         self._give_up_or_try_again(status)
-        usable = self._agents.usable
-        self._loads.forgive(status.leases, self._models)
-        unusable = self._loads.unusable(self._models)
+        usable = self.agents.usable
+        self._loads.forgive(status.leases, self.models)
+        unusable = self._loads.unusable(self.models)
         lease_models = (name for lease in status.leases.values() for name in lease.wants)
-        wants = [name for name in lease_models if name in self._models and name not in unusable]
+        wants = [name for name in lease_models if name in self.models and name not in unusable]
         now = time.monotonic()
         before = self._desired.orders
         paused = self._loads.take_paused()
@@ -274,11 +269,11 @@ class DirectorLoop:
                 if replica not in paused
             },
             demand={
-                name: demand for name, demand in status.demand.items() if name in self._models and name not in unusable
+                name: demand for name, demand in status.demand.items() if name in self.models and name not in unusable
             },
             wants=wants,
             held_seconds=self._turns(status, now),
-            patience=Patience(self._loads.linger_seconds, self._longest_wait_seconds),
+            patience=Patience(self._loads.linger_seconds, self.config.longest_wait_seconds),
         )
         for replica, model in orders.items():
             if model != before.get(replica):
@@ -288,21 +283,21 @@ class DirectorLoop:
         self._publish(orders, later=[name for name in wants if name not in orders.values()])
 
     def _give_up_or_try_again(self, status: ProxyStatus) -> None:
-        start_failure = self._loads.start_failure(self._models)
-        if self._failed is None or (self._agents.usable and start_failure is None):
+        start_failure = self._loads.start_failure(self.models)
+        if self._failed is None or (self.agents.usable and start_failure is None):
             of_starts = start_failure.found if start_failure else None
-            self._failed = of_starts if self._agents.usable else self._agents.given_up
+            self._failed = of_starts if self.agents.usable else self.agents.given_up
             self._users_then = frozenset(status.leases)
         elif status.held or not self._users_then.issuperset(status.leases):
-            self._on_event("the pool had given up and tries again")
+            self.on_event("the pool had given up and tries again")
             self._failed = None
-            self._agents.try_again()
+            self.agents.try_again()
             self._loads.try_again()
 
     def _turns(self, status: ProxyStatus, now: float) -> dict[str, float]:
         turns = {}
         for replica in status.replicas:
-            model = self._models.get(self._desired.orders.get(replica.name) or "")
+            model = self.models.get(self._desired.orders.get(replica.name) or "")
             if model is None or (replica.name not in self._held_since and not replica.holds(model.digest)):
                 continue
             since = self._held_since.setdefault(replica.name, now)
@@ -312,11 +307,11 @@ class DirectorLoop:
 
     def _publish(self, orders: dict[str, str | None], *, later: Sequence[str] = ()) -> None:
         desired = DesiredState(
-            models=dict(self._models),
-            engine=self._engine,
+            models=dict(self.models),
+            engine=self.engine,
             orders=orders,
             next=tuple(later),
-            unusable=self._loads.unusable(self._models),
+            unusable=self._loads.unusable(self.models),
             failed=self._failed,
             tries_again=self._failed is not None,
         )
@@ -329,18 +324,18 @@ class DirectorLoop:
         self._proxy_silent_since = self._proxy_silent_since or now
         try:
             if now - self._proxy_silent_since > _SILENT_PROXY_SECONDS:
-                self._on_event("the proxy has not answered for long and is ended")
-                self._proxy_process.end()
+                self.on_event("the proxy has not answered for long and is ended")
+                self.proxy_process.end()
                 self._proxy_silent_since = None
             looked_until = now + _IDLE_WAIT_SECONDS
-            while not (restarted := self._proxy_process.restart_if_ended()) and time.monotonic() < looked_until:
+            while not (restarted := self.proxy_process.restart_if_ended()) and time.monotonic() < looked_until:
                 if self.stopping.wait(_BUSY_WAIT_SECONDS):  # connecting too early, its old socket would block
                     return False
             if restarted:
-                self._on_event("the proxy ended and was started again")
+                self.on_event("the proxy ended and was started again")
                 self.proxy.set_state(self._desired)
         except ProxyFailed as error:
             self._failed = error.found
-            self._proxy_process.stop()
+            self.proxy_process.stop()
             return False
         return True

@@ -20,7 +20,7 @@ from pathlib import Path
 import uvloop
 
 from pools.journal.store import Journal
-from pools.proxy.client import JournalFlags, ProxyAddress, ProxySettings
+from pools.proxy.client import ProxyAddress, ProxySettings
 from pools.proxy.connections.reading import Bounds
 from pools.proxy.connections.room import BodyRoom
 from pools.proxy.connections.upstream import Upstream
@@ -54,7 +54,10 @@ async def serve(settings: ProxySettings, keys: ProxyKeys) -> None:
             connect_timeout_seconds=settings.connect_timeout_seconds, look_seconds=min(1.0, shortest / 10)
         )
         ending.callback(upstream.close)
-        journal = _opened(settings.journal) if settings.journal is not None else None
+        journal = None
+        if (flags := settings.journal) is not None:
+            path = flags.path or assay_settings().journal_path
+            journal = Journal(path, max_bytes=flags.max_bytes, keep_prompts=flags.prompts, warn=_log.warning)
         table, tally, cells = RoutingTable(), Tally(), Cells(journal)
         forwarder = Forwarder(upstream, table=table, tally=tally, limits=settings, journal=journal)
         proxy = ProxyServer(forwarder, table=table, tally=tally, cells=cells, settings=settings, keys=keys)
@@ -88,11 +91,6 @@ def _borrowed(path: Path) -> socket.socket:
     if not descriptors:
         raise ConnectionError("the lender left")
     return socket.socket(fileno=descriptors[0])
-
-
-def _opened(flags: JournalFlags) -> Journal:
-    path = flags.path or assay_settings().journal_path
-    return Journal(path, max_bytes=flags.max_bytes, keep_prompts=flags.prompts, warn=_log.warning)
 
 
 def _allow_open_files() -> None:

@@ -122,9 +122,6 @@ class ProxyClient:
         query = f"?after={after}&wait={wait_seconds:g}" if after is not None else ""
         return self._asked(ProxyStatus, "GET", f"/admin/status{query}", wait=wait_seconds)
 
-    def describe(self) -> bytes:
-        return self.ask_for("GET", "/pool")
-
     def announce(self, replica: str, announcement: Announcement, *, join_token: str) -> Orders:
         """Announces a replica; the answer may be held back for up to `announcement.wait_seconds`."""
         wait = announcement.wait_seconds
