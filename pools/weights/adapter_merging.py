@@ -22,7 +22,7 @@ from pools.weights.numbers import narrow, widen
 from resources.errors import CheckpointError
 from resources.storage import storage
 
-_CACHED_NUMBERS = 2**16  # processed at once, with as many of the product: they fit into the cache of a core
+_CACHED_NUMBERS = 2**17  # processed at once, with as many of the product: they fit into the cache of a core
 _MULTIPLIED = 2**18  # OpenBLAS computes up to so many multiplications in the calling thread (interface/gemm.c)
 
 
@@ -72,9 +72,7 @@ def write_changed(making: Making, file: str, changes: Mapping[str, Change], read
     in_order = dict(sorted(changes.items(), key=lambda item: item[1].source.span))
     header, places = safetensors_header({name: (each.tensor, _bytes_of(each)) for name, each in in_order.items()})
     parts = (part for name, each in in_order.items() for part in _parts(each, places[name], read))
-    write_weights(
-        making.content / file, header, parts, partial(_Merger, read), stopped=making.stopped, on_bytes=making.on_bytes
-    )
+    write_weights(making, file, header, parts, partial(_Merger, read))
 
 
 def _bytes_of(change: Change) -> int:

@@ -34,7 +34,8 @@ class Filling:
     """A planned checkpoint that is being copied or computed, continuing an earlier call, below `partial`.
 
     `digests` are those of the plan. No other call may use `partial`. `make_room` is called once with the size in bytes
-    of the whole, before the first byte; `stopped` before each range or block.
+    of the whole, before the first byte; `stopped` before each range or block. Copies read `range_bytes` of each of
+    `parallel_files` at once.
     """
 
     uri: str
@@ -43,9 +44,11 @@ class Filling:
     make_room: Callable[[int], None]
     stopped: Callable[[], bool]
     on_progress: Progress | None
+    parallel_files: int
+    range_bytes: int
 
 
-def copy_checkpoint(filling: Filling, remote: ModelFolder, *, parallel_files: int, range_bytes: int) -> Path:
+def copy_checkpoint(filling: Filling, remote: ModelFolder) -> Path:
     """Copies the served files of an inspected checkpoint; returns the folder with the model."""
     uri, digests, partial = filling.uri, filling.digests, filling.partial
     remote.require_complete(planned=True)
@@ -62,8 +65,8 @@ def copy_checkpoint(filling: Filling, remote: ModelFolder, *, parallel_files: in
         sources,
         content,
         sidecars=partial / "origins",
-        parallel=parallel_files,
-        range_bytes=range_bytes,
+        parallel=filling.parallel_files,
+        range_bytes=filling.range_bytes,
         stopped=filling.stopped,
         on_bytes=counted(total_bytes, filling.on_progress),
     )

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -31,7 +31,7 @@ from pools.weights.formats import (
     weights_in,
 )
 from pools.weights.making import Making
-from pools.weights.merging import reading
+from pools.weights.merging import average_inputs, reading
 from pools.weights.model_files import small_files
 from resources.errors import CheckpointError, StorageError
 from resources.jobs import inheritance
@@ -270,3 +270,16 @@ def _take(making: Making, report: Mapping[str, Any]) -> None:
             remedy="check the disks of both, and run again",
         )
     making.on_bytes(report["bytes"])
+
+
+MAKERS: Mapping[str, Callable[[Making], None]] = {
+    "adapter": merge_adapter,
+    "dcp": export_distributed,
+    "index": rewrite_shards,
+    "merge": average_inputs,
+    "prefix": rewrite_shards,
+    "pytorch_model.bin": convert_pickled,
+    "verl": export_states,
+    "zero": export_states,
+}
+"""Makers by the first words of their recipes."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pools.weights.checkpoint_copy import Filling, copy_checkpoint, counted, require_planned
+from pools.weights.checkpoint_copy import Filling, changed_since_planned, copy_checkpoint, counted, require_planned
 from pools.weights.content import file_identity
 from pools.weights.formats import ADAPTER_RECIPE, INDEX_NAME, read_safetensors_header
 from pools.weights.layouts import inspect_checkpoint
 from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_model_folder, served_files, small_files
 from pools.weights.overrides import without_options
 from resources.environments.environments import ENVIRONMENTS, ensure_environment, is_built
+from resources.errors import CheckpointError, StorageError
 from resources.storage import storage
 from resources.storage.bounded_folder import Hold
 from resources.storage.regular_files import real_path
@@ -34,6 +36,7 @@ class Making:
         hold_copy: copies or makes another checkpoint on this machine, and protects it until released.
         stopped: asked before each block or second; if it is True, `CopyStopped` is raised.
         on_bytes: called with the number of bytes written since the last call.
+        require_unchanged: raises `CheckpointChanged` if a file on this machine was written since the start.
     """
 
     folder: ModelFolder
@@ -43,6 +46,7 @@ class Making:
     hold_copy: Callable[[ModelFolder], Hold]
     stopped: Callable[[], bool]
     on_bytes: Callable[[int], None]
+    require_unchanged: Callable[[], None]
 
 
 def python_with_torch(environment: str | None = None) -> Path:
@@ -59,41 +63,57 @@ def make_checkpoint(
     planned: ModelFolder,
     make: Callable[[Making], None],
     *,
-    parallel_files: int,
-    range_bytes: int,
     python: Callable[[], Path],
     trusted: bool,
     hold_copy: Callable[[ModelFolder], Hold],
 ) -> Path:
-    """Has the maker of a planned checkpoint's recipe make its weights, from its files or their copy; returns the folder
-    with the whole model. Room is made for as many bytes as all inputs of the recipe have."""
+    """Makes a planned checkpoint's weights by the maker of its recipe, from its files, their copy, or its inputs.
+
+    Returns the folder with the whole model. Room is made for as many bytes as the weights are made of.
+    """
     planned.require_complete(planned=True)
+    is_adapter, is_merge = planned.made_by == ADAPTER_RECIPE, planned.made_by is None
     made_bytes = sum(file.size for file in served_files(planned).values())
-    made_bytes += sum(each.files[name].size for each in planned.inputs for name in each.weight_files)
-    is_adapter = planned.made_by == ADAPTER_RECIPE  # its files are small, and read where they are
-    if is_adapter or storage.is_local(without_options(planned.uri)):
+    made_bytes += sum(each.files[name].size for each in planned.inputs for name in each.weight_files if is_adapter)
+    folder, read = planned, _identities(planned)
+    # an adapter is small, and read where it is; the maker has inputs copied
+    if is_adapter or is_merge or storage.is_local(without_options(planned.uri)):
         require_planned(filling.uri, digest_model_folder(planned), filling.digests)
         filling.make_room(made_bytes)
-        folder = planned
     else:
         room = partial(_make_room_for_both, filling, made_bytes)
         copying = replace(filling, partial=filling.partial / "inputs", make_room=room, on_progress=None)
-        copied = copy_checkpoint(copying, planned, parallel_files=parallel_files, range_bytes=range_bytes)
+        copied = copy_checkpoint(copying, planned)
         folder = replace(planned, uri=str(copied), files=inspect_model_folder(str(copied)).files)
-    read = [] if is_adapter else _identities(folder)
+        read = _identities(folder)
+
+    def require_unchanged() -> None:
+        if (now := _identities(folder)) != read:  # a removal, or a new link, changes times too, but not contents
+            current = inspect_checkpoint(filling.uri)
+            current.require_complete(planned=True)
+            if digest_model_folder(current) != filling.digests:
+                raise changed_since_planned(filling.uri, "its files were written while it was computed")
+            read[:] = now
+
     content = filling.partial / "content"
     content.mkdir(parents=True, exist_ok=True)
-    for name, file in small_files(folder).items():
-        storage.write_bytes(str(content / name), storage.read_bytes(file.place))
     count = counted(made_bytes, filling.on_progress)
-    make(Making(folder, content, python, trusted, hold_copy, filling.stopped, count))
+    try:
+        for name, file in small_files(folder).items():
+            storage.write_bytes(str(content / name), storage.read_bytes(file.place))
+            count(file.size)
+        make(Making(folder, content, python, trusted, hold_copy, filling.stopped, count, require_unchanged))
+    except (CheckpointError, StorageError):
+        require_unchanged()  # raises that error instead, if it is the cause
+        raise
     made = [file for file in storage.list_folder(str(content)) if file.uri.endswith(".safetensors")]
-    if len(made) > 1:
+    if len(made) > 1 and not (content / INDEX_NAME).is_file():
         weight_map = {tensor: storage.basename(file.uri) for file in made for tensor in read_safetensors_header(file)}
         index = json.dumps({"metadata": {}, "weight_map": weight_map})
         storage.write_bytes(str(content / INDEX_NAME), index.encode())
-    if is_adapter or _identities(folder) != read:  # a removal changes times too, but not contents
+    if is_adapter:  # also those in a store
         require_planned(filling.uri, digest_model_folder(inspect_checkpoint(filling.uri)), filling.digests)
+    require_unchanged()
     inspect_model_folder(str(content)).require_complete()
     return content
 
@@ -103,6 +123,7 @@ def _make_room_for_both(filling: Filling, made_bytes: int, copied_bytes: int) ->
 
 
 def _identities(folder: ModelFolder) -> list[object]:
-    with storage.reported(folder.uri, "look at"):
-        files = [file.place for file in served_files(folder).values() if storage.is_local(file.place)]
-        return [file_identity(Path(real_path(storage.local_path(place)))) for place in files]
+    files = [file.place for each in (folder, *folder.inputs) for file in served_files(each).values()]
+    with storage.reported(folder.uri, "look at"), suppress(FileNotFoundError):
+        return [file_identity(Path(real_path(storage.local_path(each)))) for each in files if storage.is_local(each)]
+    return []

@@ -15,20 +15,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from pools.weights.checkpoint_copy import Filling, changed_since_planned, counted, require_planned
-from pools.weights.content import file_identity
-from pools.weights.formats import BYTES, Tensor, read_safetensors_header
-from pools.weights.layouts import KEPT, inspect_checkpoint, require_alike
+from pools.weights.formats import BYTES, INDEX_NAME, Tensor, read_safetensors_header
+from pools.weights.layouts import KEPT, require_alike
+from pools.weights.making import Making
 from pools.weights.merges import merge_of
-from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_model_folder, read_tensors, served_files
+from pools.weights.model_files import ModelFolder, inspect_model_folder, read_tensors
 from pools.weights.numbers import narrow, widen
 from pools.weights.overrides import without_options
-from resources.errors import CheckpointError, StorageError
+from resources.errors import CheckpointError
 from resources.storage import storage
 from resources.storage.bounded_folder import Hold
 from resources.storage.file_copy import CopyStopped, on_threads
@@ -82,71 +80,25 @@ class Averager:
         return self._raw[:size].data
 
 
-def merge_checkpoints(filling: Filling, *, hold_copy: Callable[[ModelFolder], Hold]) -> Path:
-    """Computes a merged checkpoint; returns the folder with the whole model.
-
-    `uri` is its name, with the folders of its input checkpoints; `hold_copy` copies an input from its store, and holds
-    the copy.
-    """
-    uri = filling.uri
-    merge = merge_of(uri)
-    assert merge is not None, "only merged checkpoints are computed"
-    folder = inspect_checkpoint(uri)
-    folder.require_complete(planned=True)
-    read = _identities(folder)
-    require_planned(uri, digest_model_folder(folder), filling.digests)
-
-    def require_unchanged() -> None:
-        if (now := _identities(folder)) != read:  # new links change times too, but not contents
-            if digest_model_folder(inspect_checkpoint(uri)) != filling.digests:
-                raise changed_since_planned(uri, "files of a checkpoint in it were written while it was computed")
-            read[:] = now
-
+def average_inputs(making: Making) -> None:
+    """Writes the averages of a merged checkpoint's inputs."""
+    merge = merge_of(making.folder.uri)
+    assert merge is not None, "only merged checkpoints are averages"
     with ExitStack() as held:
-        inputs = [on_this_machine(each, hold_copy, held) for each in folder.inputs]
+        inputs = [on_this_machine(each, making.hold_copy, held) for each in making.folder.inputs]
         require_alike(inputs)
-        last = inputs[-1]
-        sources = served_files(last)
-        total_bytes = sum(source.size for source in sources.values())
-        filling.make_room(total_bytes)
-        content = filling.partial / "content"
-        content.mkdir(parents=True, exist_ok=True)
-        for left in content.glob("*"):
-            if left.name not in sources:
-                left.unlink()
-        count = counted(total_bytes, filling.on_progress)
-        tensors = [read_tensors(each) for each in inputs]
-        plain = merge.recipe == "mean"
-        weights = None if plain else merge.weights(len(inputs))
-        for name, source in sources.items():
-            target = content / name
-            if name in last.weight_files:
-                try:
-                    _write_average(source, target, tensors, weights, filling.stopped, count, require_unchanged)
-                except (CheckpointError, StorageError):
-                    require_unchanged()  # raises that error instead, if it is the cause
-                    raise
-            else:
-                storage.write_bytes(str(target), storage.read_bytes(source.place))
-                count(source.size)
-        require_unchanged()
-    inspect_model_folder(str(content)).require_complete()
-    return content
-
-
-def _identities(folder: ModelFolder) -> list[object]:
-    files = [file.uri for each in folder.inputs if _is_here(each) for file in served_files(each).values()]
-    with storage.reported(folder.uri, "look at"):
-        return [file_identity(storage.local_path(uri)) for uri in files if storage.is_local(uri)]
-
-
-def _is_here(folder: ModelFolder) -> bool:
-    return storage.is_local(without_options(folder.uri))
+        files, tensors = inputs[-1].files, [read_tensors(each) for each in inputs]
+        weights = None if merge.recipe == "mean" else merge.weights(len(inputs))
+        for name in inputs[-1].weight_files:
+            _write_average(making, files[name], tensors, weights)
+        if INDEX_NAME in files:
+            storage.write_bytes(str(making.content / INDEX_NAME), storage.read_bytes(files[INDEX_NAME].place))
+            making.on_bytes(files[INDEX_NAME].size)
 
 
 def on_this_machine(folder: ModelFolder, hold_copy: Callable[[ModelFolder], Hold], held: ExitStack) -> ModelFolder:
     """Returns a checkpoint in files of this machine: its own, or those of a copy that is held."""
-    if _is_here(folder) and folder.made_by is None:
+    if storage.is_local(without_options(folder.uri)) and folder.made_by is None:
         return folder
     hold = hold_copy(folder)
     held.callback(hold.release)
@@ -174,41 +126,38 @@ Read = Callable[[Tensor, int, memoryview], None]
 
 
 def write_weights(
-    target: Path,
+    making: Making,
+    name: str,
     header: bytes,
     blocks: Iterable[Written],
     begin: Callable[[], Callable[[Written], memoryview]],
-    *,
-    stopped: Callable[[], bool],
-    on_bytes: Callable[[int], None],
-    require_unchanged: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes a safetensors file that appears when it is whole: a header, and blocks, computed on several threads.
 
     A file that is there already is left, as of the same inputs by an earlier call. Each thread computes by a function
-    from `begin`. `on_bytes` is called with the bytes of each part. Raises `CopyStopped` if `stopped` returns True, and
-    what `require_unchanged` raises before the file appears.
+    from `begin`.
     """
+    target = making.content / name
     if target.is_file():
-        on_bytes(target.stat().st_size)
+        making.on_bytes(target.stat().st_size)
         return
-    unfinished = target.with_name(f"{target.name}.partial")
+    unfinished = target.with_name(f"{name}.partial")
     with storage.reported(str(target), "write"), unfinished.open("w+b") as output:
         output.write(header)
         output.flush()
-        on_bytes(len(header))
+        making.on_bytes(len(header))
 
         def write(compute: Callable[[Written], memoryview], block: Written) -> None:
-            if stopped():
+            if making.stopped():
                 raise CopyStopped
             if os.pwrite(output.fileno(), compute(block), len(header) + block.at) != block.size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a full disk or quota writes only a part
             if block.at // _SYNCED_BYTES != (block.at + block.size) // _SYNCED_BYTES:
                 os.fsync(output.fileno())
-            on_bytes(block.size)
+            making.on_bytes(block.size)
 
         on_threads(blocks, lambda: partial(write, begin()), count=thread_count(), ending=threading.Event())
-        require_unchanged()
+        making.require_unchanged()
         os.fsync(output.fileno())
         unfinished.rename(target)
 
@@ -227,9 +176,8 @@ def reading(held: ExitStack) -> Read:
             if tensor.uri not in opened:
                 file = held.enter_context(os.fdopen(open_within(storage.local_path(tensor.uri)), "rb"))
                 opened[tensor.uri] = file.fileno()
-        if sys.platform == "linux":  # has the disk read what the next blocks are from, a block for each thread
-            following = at + thread_count() * BLOCK_BYTES
-            os.posix_fadvise(opened[tensor.uri], following, len(buffer), os.POSIX_FADV_WILLNEED)
+                if sys.platform == "linux":  # reads ahead, at half the processor time of POSIX_FADV_WILLNEED
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         if os.preadv(opened[tensor.uri], [buffer], at) != len(buffer):
             raise OSError(f"the file {tensor.uri} ends within a tensor")
 
@@ -237,13 +185,7 @@ def reading(held: ExitStack) -> Read:
 
 
 def _write_average(
-    last: FileInfo,
-    target: Path,
-    tensors: Sequence[Mapping[str, Tensor]],
-    weights: Sequence[float] | None,
-    stopped: Callable[[], bool],
-    on_bytes: Callable[[int], None],
-    require_unchanged: Callable[[], None],
+    making: Making, last: FileInfo, tensors: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | None
 ) -> None:
     written = read_safetensors_header(last)
     header_bytes = min((tensor.span[0] for tensor in written.values()), default=last.size)
@@ -258,13 +200,11 @@ def _write_average(
     with ExitStack() as held:
         read = reading(held)
         write_weights(
-            target,
+            making,
+            storage.basename(last.uri),
             storage.read_bytes(last.place, start=0, end=header_bytes),
             blocks(),
             lambda: partial(_averaged, Averager(len(tensors), weights), read),
-            stopped=stopped,
-            on_bytes=on_bytes,
-            require_unchanged=require_unchanged,
         )
 
 
@@ -288,4 +228,4 @@ def _averaged(averager: Averager, read: Read, block: _Averaged) -> memoryview:
 
 def thread_count() -> int:
     """Returns the number of averaging threads: more than cores, since each waits for the disk at times."""
-    return min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
+    return min(_MOST_THREADS, 1 + (os.cpu_count() or 1))

@@ -30,7 +30,7 @@ from pools.weights.checkpoint_copy import (
 from pools.weights.content import file_identity
 from pools.weights.kept import kept_location
 from pools.weights.layouts import inspect_checkpoint
-from pools.weights.making import Making, make_checkpoint, python_with_torch
+from pools.weights.making import make_checkpoint, python_with_torch
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
     ModelDigests,
@@ -101,9 +101,8 @@ class Staging:
         trusted: bool = False,
     ) -> None:
         self._copies = BoundedFolder(folder, max_bytes=max_bytes)
-        self._copy = partial(copy_checkpoint, parallel_files=parallel_files, range_bytes=range_bytes)
-        making = partial(make_checkpoint, parallel_files=parallel_files, range_bytes=range_bytes)
-        self._make = partial(making, python=python, trusted=trusted)
+        self._filling = partial(Filling, parallel_files=parallel_files, range_bytes=range_bytes)
+        self._make = partial(make_checkpoint, python=python, trusted=trusted)
         self._closed = threading.Event()
         self._changed = threading.Condition()
         self._queued: _PlannedCheckpoint | None = None
@@ -273,20 +272,19 @@ class Staging:
     def _filled(self, planned: _PlannedCheckpoint, stopped: Callable[[], bool], on_progress: Progress | None) -> Path:
         key = planned.digests.checkpoint
         folder, make_room = self._copies.partial(key), partial(self._copies.make_room, key)
-        filling = Filling(planned.uri, planned.digests, folder, make_room, stopped, on_progress)
+        filling = self._filling(planned.uri, planned.digests, folder, make_room, stopped, on_progress)
 
         def hold_copy(checkpoint: ModelFolder) -> Hold:
             copied = _PlannedCheckpoint(checkpoint.uri, digest_model_folder(checkpoint), checkpoint)
             return self._hold_copy(copied, alone=nullcontext(), stopped=stopped)
 
-        if merge_of(planned.uri) is not None:
-            from pools.weights.merging import merge_checkpoints  # imports numpy, which few callers need
-
-            return merge_checkpoints(filling, hold_copy=hold_copy)
         inspected = planned.folder or inspect_checkpoint(planned.uri)
-        if inspected.made_by is None:
-            return self._copy(filling, inspected)
-        return self._make(filling, inspected, _maker(inspected.made_by), hold_copy=hold_copy)
+        recipe = "merge" if merge_of(planned.uri) is not None else inspected.made_by
+        if recipe is None:
+            return copy_checkpoint(filling, inspected)
+        from pools.weights.converting import MAKERS  # imports numpy, which few callers need
+
+        return self._make(filling, inspected, MAKERS[recipe.partition(" ")[0]], hold_copy=hold_copy)
 
     def _wait_for_copy(self, key: str, *, stopped: Callable[[], bool], on_progress: Progress | None) -> None:
         if stopped():
@@ -337,24 +335,6 @@ class Staging:
                     self._queued = self._queued or self._prefetching
             except Exception as error:  # noqa: BLE001 - the boundary: `stage` meets it again and reports it
                 _log.debug("%s was not prefetched: %s", self._prefetching.uri, error)
-
-
-def _maker(recipe: str) -> Callable[[Making], None]:
-    # imported when needed, since some compute with numpy
-    match recipe.partition(" ")[0]:
-        case "pytorch_model.bin":
-            from pools.weights.converting import convert_pickled as make
-        case "adapter":
-            from pools.weights.converting import merge_adapter as make
-        case "dcp":
-            from pools.weights.converting import export_distributed as make
-        case "zero" | "verl":
-            from pools.weights.converting import export_states as make
-        case "index" | "prefix":
-            from pools.weights.converting import rewrite_shards as make
-        case unknown:
-            raise AssertionError(f"no maker for {unknown}")
-    return make
 
 
 def _is_here(uri: str) -> bool:
