@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flows.evaluation import evaluate
 from flows.hooks import pipeline
-from tasks.checkpoints.discovery import of_series, with_pinned_model
+from tasks.checkpoints.discovery import with_pinned_model
 from tasks.records.record import Record
 from tasks.running.planning import Request, plan
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
@@ -22,5 +22,5 @@ def evaluate_checkpoints(
         selection: The checkpoints.
         gate: Gate on their scores; the flow run fails on NO-GO.
     """
-    config = of_series(with_pinned_model(config), selection.series)
+    config = with_pinned_model(config, selection.series)
     return evaluate(plan(Request((config,), selection, gate)), gate=gate)

@@ -7,7 +7,7 @@ from prefect import Flow
 from flows.evaluation import evaluate
 from flows.hooks import pipeline
 from flows.series import evaluate_checkpoints
-from tasks.checkpoints.discovery import of_series, with_pinned_model
+from tasks.checkpoints.discovery import with_pinned_model
 from tasks.records.record import Record
 from tasks.running.planning import Request, plan
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
@@ -71,7 +71,7 @@ def evaluate_request(
 def _evaluate(
     suite: Suite, request: SuiteRequest, selection: CheckpointSelection, *, gate: Gate | None = None
 ) -> list[Record]:
-    evaluations = tuple(suite.evaluations_of(of_series(with_pinned_model(request), selection.series)))
+    evaluations = tuple(suite.evaluations_of(with_pinned_model(request, selection.series)))
     return evaluate(plan(Request(evaluations, selection, gate)), gate=gate)
 
 

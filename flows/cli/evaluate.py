@@ -29,7 +29,7 @@ from resources.errors import AssayError, BadInput
 from resources.jobs.jobs import Client
 from resources.regions.regions import price_per_hour, regions_for
 from resources.settings import MAX_EGRESS_VARIABLE, MAX_USD_VARIABLE, settings, variable_set
-from tasks.checkpoints.discovery import of_series, with_pinned_model
+from tasks.checkpoints.discovery import with_pinned_model
 from tasks.errors import SeveralSeries
 from tasks.records.builds import read_qualifications
 from tasks.records.record import Record
@@ -147,13 +147,13 @@ def _requested(
     options: EvaluationOptions, engines: PoolOptions, config: str | None, series: str | None
 ) -> tuple[Suite | None, EvaluationConfig | SuiteRequest, tuple[EvaluationConfig, ...]]:
     if options.suite is not None and config is None:
-        request, suite = with_pinned_model(suite_request_from_options(options, engines)), load_suite(options.suite)
-        request = of_series(request, series)
+        request = with_pinned_model(suite_request_from_options(options, engines), series)
+        suite = load_suite(options.suite)
         return suite, request, suite.evaluations_of(request)
     evaluation = (
         evaluation_from_options(options, engines) if config is None else evaluation_from_file(config, options, engines)
     )
-    evaluation = of_series(with_pinned_model(evaluation), series)
+    evaluation = with_pinned_model(evaluation, series)
     return None, evaluation, (evaluation,)
 
 

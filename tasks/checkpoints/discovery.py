@@ -338,10 +338,10 @@ def discover_checkpoint(
     return select(checkpoints, CheckpointSelection(which="latest"))[0]
 
 
-def with_pinned_model(config: Request) -> Request:
-    """Returns a request in which aliases of models in MLflow's registry are replaced by version numbers. If all
-    branches of a repository on the hub are of a single series, the run has its name, as a branch named directly has.
-    Another run has the name that `run_named_by` returns."""
+def with_pinned_model(config: Request, series: str | None = None) -> Request:
+    """Returns a request in which aliases of models in MLflow's registry are replaced by version numbers, under the name
+    of a series if one is selected. If all branches of a repository on the hub are of a single series, the run has its
+    name, as a branch named directly has. Another run has the name that `run_named_by` returns."""
     path = with_each_location(config.model_path, pinned)
     changes: dict[str, Any] = {"model_path": path}
     if config.model_name is None:
@@ -353,7 +353,9 @@ def with_pinned_model(config: Request) -> Request:
             changes["pool_config"] = pool.model_copy(update={"model": pool.model.model_copy(update={"name": name})})
         elif pool is None and name != name_of(path)[0]:
             changes["model_name"] = name
-    return config.model_copy(update=changes)
+    config = config.model_copy(update=changes)
+    name = name_of_series(config.run_name, series)
+    return config if name == config.run_name else config.model_copy(update={"model_name": name})
 
 
 def run_named_by(path: str) -> str:
@@ -367,12 +369,6 @@ def run_named_by(path: str) -> str:
     place = storage.behind_link(without_options(path))
     single = layouts_in(storage.list_run(place, belongs=has_step)).is_checkpoint(place)
     return run if single else run_name_of(path)
-
-
-def of_series(config: Request, series: str | None) -> Request:
-    """Returns a request under the name of its run's series, if a series is selected."""
-    name = name_of_series(config.run_name, series)
-    return config if name == config.run_name else config.model_copy(update={"model_name": name})
 
 
 def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fakes.cells import of_cell
 from fakes.cli import invoke
 from fakes.layouts import DESCRIBED, OTHER, THIRD, WHOLE, write_layout
 from fakes.records import make_record
-from tasks.checkpoints.discovery import discover, discover_checkpoint, find_checkpoints, of_series
+from tasks.checkpoints.discovery import discover, discover_checkpoint, find_checkpoints, with_pinned_model
 from tasks.checkpoints.run_snapshot import listing_of, snapshot_run
 from tasks.records.details import cell_place
 from tasks.records.record import read_record, write_record
@@ -218,7 +218,7 @@ def test_record_under_a_former_name_is_found_by_its_digest(tmp_path: Path, forme
     run = tmp_path / "my-run"
     write_layout(run, {"v0-2024/checkpoint-100-merged": WHOLE, "v1-2025/checkpoint-100-merged": OTHER})
     selection = CheckpointSelection(series="v0-2024")
-    config = of_series(evaluation(run, tmp_path / "out"), "v0-2024")
+    config = with_pinned_model(evaluation(run, tmp_path / "out"), "v0-2024")
     [cell] = plan_cells.fn([config], discover.fn(str(run), selection))
     assert not cell.done
     before = cell.reference.model_copy(update={"run": former[0], "step": former[1], "name": f"{former[0]}-100"})
@@ -231,7 +231,7 @@ def test_record_under_a_former_name_is_found_by_its_digest(tmp_path: Path, forme
     record = read_record(cell.uri)
     assert record is not None and record.checkpoint == cell.reference and record.benchmarks == written.benchmarks
     others = discover.fn(str(run), CheckpointSelection(series="v1-2025"))
-    [other] = plan_cells.fn([of_series(evaluation(run, tmp_path / "out"), "v1-2025")], others)
+    [other] = plan_cells.fn([with_pinned_model(evaluation(run, tmp_path / "out"), "v1-2025")], others)
     assert not other.done
 
 
