@@ -340,7 +340,7 @@ def discover_checkpoint(
 
 def with_pinned_model(config: Request, series: str | None = None) -> Request:
     """Returns a request in which aliases of models in MLflow's registry are replaced by version numbers, under the name
-    of a series if one is selected. If all branches of a repository on the hub are of a single series, the run has its
+    of a selected series. If all branches of a repository on the hub are of a single series, the run has its
     name, as a branch named directly has. Another run has the name that `run_named_by` returns."""
     path = with_each_location(config.model_path, pinned)
     changes: dict[str, Any] = {"model_path": path}

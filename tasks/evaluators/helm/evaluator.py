@@ -24,7 +24,7 @@ from resources.errors import BadInput, not_there, unknown
 from resources.settings import settings
 from resources.storage import storage
 from tasks.errors import HarnessFailed, UnknownBenchmark
-from tasks.evaluators.environments import HELM, listed, remembered
+from tasks.evaluators.environments import HELM
 from tasks.evaluators.evaluator import Evaluator, Parsed, benchmarks_of
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.helm.runs import (
@@ -40,6 +40,7 @@ from tasks.evaluators.helm.runs import (
     is_answered,
     planned_runs,
 )
+from tasks.evaluators.listings import listed, remembered
 from tasks.evaluators.reading import PLAN_NAME, invalid_results, is_unclosed, read_result
 from tasks.records.details import BenchmarkDetails
 from tasks.records.record import SCOPE_NAME, Counts, Metric

@@ -16,8 +16,9 @@ from resources.errors import BadInput, not_there, unknown
 from resources.settings import settings
 from resources.storage import storage
 from tasks.errors import UnknownBenchmark
-from tasks.evaluators.environments import LM_EVAL, remembered
+from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.evaluator import Evaluator
+from tasks.evaluators.listings import remembered
 from tasks.evaluators.lm_eval.files import NO_ANSWER, RESULTS_FOLDER
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.evaluators.lm_eval.results import read_results

@@ -153,9 +153,9 @@ def test_checkpoints_beyond_the_bound_are_left_alone_with_a_reason(
 
 def test_checkpoints_beyond_the_limit_of_open_files_are_left_alone_with_a_reason(tmp_path: Path) -> None:
     checkpoints = [checkpoint(tmp_path / "run", step) for step in range(3)]
-    limit = len(os.listdir("/proc/self/fd")) + 40  # noqa: PTH208
     program = (
-        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))\n"
+        "import os, resource; limit = len(os.listdir('/proc/self/fd')) + 40\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))\n"
         "import sys; from pools.weights.kept import Keeper\n"
         "from pools.weights.model_files import digest_model_folder, inspect_model_folder\n"
         "with Keeper(print) as keeper:\n"
