@@ -83,7 +83,7 @@ def make(checkpoint: dict[str, Any]) -> None:
 
     class_name, small = ARCHITECTURES[checkpoint["architecture"]]
     tied = {"tie_word_embeddings": checkpoint["tied"]}
-    words = {"vocab_size": checkpoint["pieces"] or VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, **tied}
+    words = {"vocab_size": checkpoint.get("pieces") or VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, **tied}
     whole = {**small, **tied, "text_config": {**small["text_config"], **words}} if "text_config" in small else small
     config = getattr(transformers, class_name)(**({**words, **small} if whole is small else whole))
     like = checkpoint.get("like")
