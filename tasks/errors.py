@@ -29,10 +29,6 @@ class PrefectUnavailable(AssayError):
     """The Prefect server does not answer."""
 
 
-class DeploymentFailed(AssayError):
-    """Prefect rejected a deployment."""
-
-
 class BenchmarksChanged(AssayError):
     """Benchmarks, or files that they name, differ from their state when their evaluation was planned."""
 

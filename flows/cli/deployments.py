@@ -17,7 +17,7 @@ from flows.cli.options.pools import EngineOptions, Positive, resources_asked
 from flows.cli.policy import PolicyFile
 from flows.console.console import ERR, OUT, Json, print_json, say, table_of
 from flows.deploy.policies import PolicyDeployment, deploy_policy, watch_over_flow_runs
-from flows.deploy.work_pools import deploy_sent_flows, deploy_to
+from flows.deploy.work_pools import deploy_flows
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, exclusive
 from resources.regions.region_table import Regions
@@ -167,14 +167,10 @@ def apply(
     """
     table = _regions(regions)
     changes = apply_work_pools(wanted_work_pools(table), dry_run=dry_run)
-    deployed = deploy_sent_flows(table, dry_run=dry_run)
+    deployed = deploy_flows(table, every=deploy, dry_run=dry_run)
     automations = [] if dry_run else watch_over_flow_runs()
     if accelerators is not None and not dry_run:
         limit_accelerators(accelerators)
-    if deploy and not dry_run:
-        for region in table.regions:
-            if region.work_pool:
-                deploy_to(region.work_pool, name=region.name)
     if as_json:
         print_json(
             [

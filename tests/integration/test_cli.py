@@ -15,6 +15,7 @@ from subprocess import PIPE
 import httpx
 import pytest
 import yaml
+from prefect.client.orchestration import get_client
 
 from fakes.cli import invoke
 from fakes.command import run_command
@@ -304,3 +305,28 @@ def test_work_pools_are_listed_and_a_pool_with_a_worker_is_chosen(tmp_path: Path
         region["work_pool"],
         region["name"],
     )
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_every_flow_of_the_local_list_is_deployed_to_a_region_and_the_second_time_none(tmp_path: Path):
+    table = yaml.safe_load(deployment_data("regions.yaml").read_text())
+    region = next(entry for entry in table["regions"] if entry.get("work_pool"))
+    regions = tmp_path / "regions.yaml"
+    regions.write_text(yaml.safe_dump({**table, "regions": [region | {"name": "us-far", "work_pool": "far"}]}))
+    asked = ("work-pools", "apply", "--deploy", "--regions", str(regions), "--json")
+    flows = {
+        entry["entrypoint"].rpartition(".")[2].replace("_", "-")
+        for entry in yaml.safe_load(deployment_data("prefect.yaml").read_text())["deployments"]
+    }
+    assert deployed_to("far", *asked, "--dry-run") == deployed_to("far", *asked) == {f"{name}/us-far" for name in flows}
+    assert deployed_to("far", *asked) == set()
+    with get_client(sync_client=True) as client:
+        made = [client.read_deployment_by_name(f"{name}/us-far") for name in sorted(flows)]
+        helm = client.read_deployment_by_name("run-helm/us-far")
+    assert all((each.work_pool_name, each.pull_steps, each.schedules) == ("far", [], []) for each in made)
+    assert (helm.entrypoint, helm.parameters) == ("flows.suites.run_helm", {"suite": "helm"})
+
+
+def deployed_to(work_pool: str, *arguments: str) -> set[str]:
+    changes = json.loads(invoke(list(arguments)).stdout)
+    return {name for change in changes if change["work_pool"] == work_pool for name in change["deployments"]}

@@ -10,14 +10,12 @@ from uuid import uuid4
 
 import kubernetes_validate
 import pytest
-import yaml
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.utilities.templating import apply_values
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
 from fakes.broken_servers import broken_server
-from flows.deploy.work_pools import DEPLOYMENTS, deployments_for
 from resources.config import ResourceConfig
 from resources.errors import BadInput, NoUsableWorkPool, UnsatisfiableResources
 from resources.regions.region_table import Regions, WorkPoolType
@@ -317,19 +315,6 @@ def test_template_uses_every_variable_it_declares_and_no_other(kind: WorkPoolTyp
     template = base_job_template(kind)
     used = {part.split("}}")[0].strip() for part in json.dumps(template["job_configuration"]).split("{{")[1:]}
     assert used == set(template["variables"]["properties"])
-
-
-def test_deployments_of_a_region_are_those_of_this_machine_without_their_schedules() -> None:
-    local = yaml.safe_load(DEPLOYMENTS.read_text())["deployments"]
-    moved = deployments_for("pool-us-east5", name="us-east5")["deployments"]
-    assert [deployment["entrypoint"] for deployment in moved] == [deployment["entrypoint"] for deployment in local]
-    assert {(deployment["name"], deployment["work_pool"]["name"]) for deployment in moved} == {
-        ("us-east5", "pool-us-east5")
-    }
-    assert all(
-        deployment["pull"] == [] and "schedules" not in deployment and "triggers" not in deployment
-        for deployment in moved
-    )
 
 
 def test_server_that_refuses_access_is_reported_without_a_traceback() -> None:
