@@ -41,10 +41,16 @@ class ProcessMark(Config):
 
 
 @cache
-def _machine() -> str:
+def boot_id() -> str:
+    """Returns an identity of this machine since its last start, where the system has any; else its host name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.is_file() else socket.gethostname()
+
+
+@cache
+def _machine() -> str:
     namespace = Path("/proc/self/ns/pid")
-    parts = [socket.gethostname(), boot.read_text().strip() if boot.is_file() else ""]
+    parts = [socket.gethostname(), boot_id()]
     return " ".join([*parts, str(namespace.readlink()) if namespace.is_symlink() else ""]).strip()
 
 

@@ -17,8 +17,7 @@ import numpy as np
 from pools.weights.adapters.changes import Change, changed_config, changes_of
 from pools.weights.formats import BYTES, Tensor, read_safetensors_header, safetensors_header
 from pools.weights.making import Making
-from pools.weights.merging import BLOCK_BYTES, Block, Read, on_this_machine, reading, write_weights
-from pools.weights.numbers import narrow, widen
+from pools.weights.merging import BLOCK_BYTES, Block, Read, numbers_in, on_this_machine, reading, write_weights
 from resources.errors import CheckpointError
 from resources.storage import storage
 
@@ -100,7 +99,7 @@ def _parts(change: Change, place: int, read: Read) -> Iterator[_Part]:
     if matrix and matrix.magnitude is not None and change.low_rank and change.low_rank.transposed:
         merger, squares = _Merger(read), np.zeros(columns)
         for part in parts(matrix):
-            for _, wide, _ in merger.sums(part, matrix):
+            for _, wide in merger.sums(part, matrix):
                 squares += np.einsum("ij,ij->j", wide, wide, dtype=np.float64)
         factors = (matrix.magnitude / np.sqrt(squares)).astype(matrix.number)
         matrix = replace(matrix, magnitude=None, factors=factors)
@@ -122,9 +121,7 @@ def _matrix(change: Change, columns: int) -> _Matrix:
 
 def _array(tensor: Tensor, number: type[np.float32] | type[np.float64]) -> np.ndarray:
     raw = np.frombuffer(storage.read_bytes(tensor.uri, start=tensor.span[0], end=tensor.span[1]), np.uint8)
-    wide = np.empty(prod(tensor.shape), number)
-    widen(tensor.dtype, raw, wide)
-    return wide.reshape(tensor.shape)
+    return numbers_in(raw, tensor.dtype).astype(number).reshape(tensor.shape)
 
 
 class _Merger:
@@ -142,7 +139,7 @@ class _Merger:
             self._to = np.empty(part.size, np.uint8)
         made, width = self._to[: part.size], matrix.columns * BYTES[matrix.dtype]
         with np.errstate(all="ignore"):  # infinity and NaN are kept
-            for row, wide, spare in self.sums(part, matrix):
+            for row, wide in self.sums(part, matrix):
                 if matrix.magnitude is not None:
                     norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))
                     wide *= (matrix.magnitude[row : row + len(wide)] / norms)[:, None]
@@ -151,12 +148,12 @@ class _Merger:
                 for number in matrix.replaced.keys() & range(row, row + len(wide)):
                     wide[number - row] = matrix.replaced[number]
                 at = (row - part.row) * width
-                narrow(matrix.dtype, wide.reshape(-1), spare.reshape(-1), made[at : at + len(wide) * width])
+                rounded = numbers_in(made[at : at + len(wide) * width], matrix.dtype)
+                np.copyto(rounded, wide.reshape(-1), casting="unsafe")
         return made.data
 
-    def sums(self, part: _Part, matrix: _Matrix) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yields the base's rows with the product added, some at a time: the number of the first, they, and room
-        for as many numbers."""
+    def sums(self, part: _Part, matrix: _Matrix) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields the base's rows with the product added, some at a time, and the number of the first."""
         width = matrix.columns * BYTES[part.source.dtype]
         raw, step = self._bytes_of(part), max(1, _CACHED_NUMBERS // matrix.columns)
         if self._room.shape != (shape := (2, step, matrix.columns)) or self._room.dtype != matrix.number:
@@ -164,7 +161,7 @@ class _Merger:
         for row in range(0, part.length // width, step):
             held = raw[row * width : (row + step) * width]
             wide, added = self._room[:, : len(held) // width]
-            widen(part.source.dtype, held, wide.reshape(-1))
+            np.copyto(wide.reshape(-1), numbers_in(held, part.source.dtype))
             if matrix.product is not None:
                 left, right = matrix.product
                 left = left[part.row + row :][: len(wide)]
@@ -172,7 +169,7 @@ class _Merger:
                 for at in range(0, matrix.columns, few):
                     np.matmul(left, right[:, at : at + few], out=added[:, at : at + few])
                 np.add(wide, added, out=wide)
-            yield part.row + row, wide, added
+            yield part.row + row, wide
 
     def _bytes_of(self, part: _Part) -> np.ndarray:
         if len(self._from) < part.length:

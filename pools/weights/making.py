@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_
 from pools.weights.overrides import without_options
 from resources.environments.environments import ENVIRONMENTS, ensure_environment, is_built
 from resources.errors import CheckpointError, StorageError
+from resources.process_marks import boot_id
 from resources.storage import storage
 from resources.storage.bounded_folder import Hold
 from resources.storage.regular_files import real_path
@@ -26,7 +28,7 @@ from resources.storage.regular_files import real_path
 class Making:
     """Weights that are being made. A maker writes safetensors into `content`.
 
-    It continues an earlier call: files that are there under their final names are whole, and of the same inputs.
+    It continues an earlier call: files that have their final names are whole, and of the same inputs.
 
     Attributes:
         folder: the inspected checkpoint, with all its files on this machine.
@@ -69,7 +71,8 @@ def make_checkpoint(
 ) -> Path:
     """Makes a planned checkpoint's weights by the maker of its recipe, from its files, their copy, or its inputs.
 
-    Returns the folder with the whole model. Room is made for as many bytes as the weights are made of.
+    Returns the folder with the whole model. Its files are not synced: after a crash of the machine they may have holes.
+    Room is made for as many bytes as the weights are made of.
     """
     planned.require_complete(planned=True)
     is_adapter, is_merge = planned.made_by == ADAPTER_RECIPE, planned.made_by is None
@@ -95,7 +98,9 @@ def make_checkpoint(
                 raise changed_since_planned(filling.uri, "its files were written while it was computed")
             read[:] = now
 
-    content = filling.partial / "content"
+    content = filling.partial / f"made-{boot_id()}"
+    for unsynced in set(filling.partial.glob("made-*")) - {content}:
+        shutil.rmtree(unsynced)
     content.mkdir(parents=True, exist_ok=True)
     count = counted(made_bytes, filling.on_progress)
     try:

@@ -18,13 +18,13 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from pools.weights.formats import BYTES, INDEX_NAME, Tensor, read_safetensors_header
 from pools.weights.layouts import KEPT, require_alike
 from pools.weights.making import Making
 from pools.weights.merges import merge_of
 from pools.weights.model_files import ModelFolder, inspect_model_folder, read_tensors
-from pools.weights.numbers import narrow, widen
 from pools.weights.overrides import without_options
 from resources.errors import CheckpointError
 from resources.storage import storage
@@ -36,8 +36,12 @@ from resources.storage.storage import FileInfo
 BLOCK_BYTES = 2**21
 """Bytes per read: for smaller reads, of several files in turn, a disk would behave as for random reads."""
 _CACHED_BYTES = 2**17  # processed at once, with its float32 numbers: fits into the cache of a core
-_SYNCED_BYTES = 2**27  # otherwise the disk writes everything at the end, which then takes long
 _MOST_THREADS = 8  # beyond that, memory is the bottleneck
+
+
+def numbers_in(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns the numbers in bytes of a safetensors dtype, which share their memory."""
+    return raw.view({"BF16": bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}[dtype])
 
 
 class Averager:
@@ -68,7 +72,7 @@ class Averager:
                 read(number, self._raw[:size].data)
                 for held, sums in parts:
                     values = spare[: len(sums)] if number else sums
-                    widen(dtype, held, values)
+                    np.copyto(values, numbers_in(held, dtype))
                     if self._weights is not None:
                         np.multiply(values, kind(self._weights[number]), out=values)
                     if number:
@@ -76,7 +80,7 @@ class Averager:
             for held, sums in parts:
                 if self._weights is None:
                     np.divide(sums, kind(self._count), out=sums)
-                narrow(dtype, sums, spare[: len(sums)], held)
+                np.copyto(numbers_in(held, dtype), sums, casting="unsafe")
         return self._raw[:size].data
 
 
@@ -152,13 +156,10 @@ def write_weights(
                 raise CopyStopped
             if os.pwrite(output.fileno(), compute(block), len(header) + block.at) != block.size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a full disk or quota writes only a part
-            if block.at // _SYNCED_BYTES != (block.at + block.size) // _SYNCED_BYTES:
-                os.fsync(output.fileno())
             making.on_bytes(block.size)
 
         on_threads(blocks, lambda: partial(write, begin()), count=thread_count(), ending=threading.Event())
         making.require_unchanged()
-        os.fsync(output.fileno())
         unfinished.rename(target)
 
 

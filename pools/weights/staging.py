@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -42,6 +43,7 @@ from pools.weights.model_files import (
 )
 from pools.weights.overrides import without_options
 from resources.errors import AssayError, CheckpointError, StorageError
+from resources.process_marks import boot_id
 from resources.storage import storage
 from resources.storage.bounded_folder import BoundedFolder, Hold, tree_bytes
 from resources.storage.file_copy import RANGE_BYTES, CopyStopped
@@ -242,7 +244,7 @@ class Staging:
         if not self._is_whole(key):
             raise StorageError(
                 expected=f"the copy of {uri} in {self._copies.entry(key)} as it was verified",
-                found="files with other sizes, times or inodes",
+                found="files with other sizes, times or inodes, or that the disk could not keep",
                 remedy="let nothing write there, and run again: it is copied again",
             )
 
@@ -262,14 +264,35 @@ class Staging:
                 with alone, self._copies.filling(key, waiting=waiting):
                     if not self._is_whole(key):
                         self._copies.discard(key)
-                        content = self._filled(planned, stopped, on_progress)
-                        self._copies.publish(key, content, note=_identities(content))
+                        content, is_made = self._filled(planned, stopped, on_progress)
+                        self._publish(key, content, is_made=is_made)
         except BaseException:
             hold.release()
             raise
         return hold
 
-    def _filled(self, planned: _PlannedCheckpoint, stopped: Callable[[], bool], on_progress: Progress | None) -> Path:
+    def _publish(self, key: str, content: Path, *, is_made: bool) -> None:
+        note = _identities(content)
+        if not is_made:
+            return self._copies.publish(key, content, note=note)
+        # Syncing takes as long as making. Until it has ended, the entry counts as whole only up to a restart.
+        self._copies.publish(key, content, note=note + boot_id().encode())
+        threading.Thread(target=self._sync, args=(key, note), name="syncing", daemon=True).start()
+
+    def _sync(self, key: str, note: bytes) -> None:
+        kept = b""  # damaged, if the disk could not keep all
+        with suppress(OSError):
+            for path in self._copies.entry(key).iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            kept = note
+        if self._copies.note(key) == note + boot_id().encode():  # else it was evicted, or is another entry
+            with suppress(StorageError):  # of a full disk: the note holds until a restart
+                self._copies.set_note(key, kept)
+
+    def _filled(
+        self, planned: _PlannedCheckpoint, stopped: Callable[[], bool], on_progress: Progress | None
+    ) -> tuple[Path, bool]:
         key = planned.digests.checkpoint
         folder, make_room = self._copies.partial(key), partial(self._copies.make_room, key)
         filling = self._filling(planned.uri, planned.digests, folder, make_room, stopped, on_progress)
@@ -281,10 +304,10 @@ class Staging:
         inspected = planned.folder or inspect_checkpoint(planned.uri)
         recipe = "merge" if merge_of(planned.uri) is not None else inspected.made_by
         if recipe is None:
-            return copy_checkpoint(filling, inspected)
+            return copy_checkpoint(filling, inspected), False
         from pools.weights.converting import MAKERS  # imports numpy, which few callers need
 
-        return self._make(filling, inspected, MAKERS[recipe.partition(" ")[0]], hold_copy=hold_copy)
+        return self._make(filling, inspected, MAKERS[recipe.partition(" ")[0]], hold_copy=hold_copy), True
 
     def _wait_for_copy(self, key: str, *, stopped: Callable[[], bool], on_progress: Progress | None) -> None:
         if stopped():
@@ -311,8 +334,8 @@ class Staging:
                 self._changed.notify_all()
 
     def _is_whole(self, key: str) -> bool:
-        entry = self._copies.entry(key)
-        return self._copies.note(key) == _identities(entry) != b""
+        note = _identities(self._copies.entry(key))
+        return note != b"" and self._copies.note(key) in (note, note + boot_id().encode())
 
     def _prefetch_stopped(self) -> bool:
         return self._closed.is_set() or self._give_way.is_set()

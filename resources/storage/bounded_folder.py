@@ -121,11 +121,17 @@ class BoundedFolder:
         except OSError:
             return None
 
+    def set_note(self, key: str, note: bytes) -> None:
+        if note:
+            storage.write_bytes(str(self.folder / f"{key}.note"), note)
+        else:
+            (self.folder / f"{key}.note").unlink(missing_ok=True)
+
     def publish(self, key: str, content: Path, *, note: bytes = b"") -> None:
         """Turns `content`, a folder inside the partial entry, into the entry. Only for the filling process."""
         with storage.reported(str(self.folder), "complete a copy in"):
             _sync_folder(content)
-            storage.write_bytes(str(self.folder / f"{key}.note"), note)
+            self.set_note(key, note)
             content.rename(self.entry(key))
             _sync_folder(self.folder)
             shutil.rmtree(self.partial(key))

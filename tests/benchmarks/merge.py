@@ -5,9 +5,9 @@ checkpoints, or the base, once.
     python tests/benchmarks/merge.py [--checkpoints 5] [--megabytes 1000] [--dtypes BF16,F16,F32] [--rounds 3]
 
 Checkpoints have random weights in a single file each. A round reads all of their weights with as many threads as
-averaging has, and then stages their mean: read, averaged, written and synced. For an adapter, of rank 16 on every
-tensor, the base is read, changed, written and synced. Digests are known before, as from planning. Before each of both
-the files are dropped from the page cache; `cached` is both again with the files in it. Figures are GB of the
+averaging has, and then stages their mean: read, averaged and written. For an adapter, of rank 16 on every tensor, the
+base is read, changed and written. Digests are known before, as from planning. Before each of both, disks are synced,
+and the files dropped from the page cache; `cached` is both again with the files in it. Figures are GB of the
 checkpoints, or of the base, per second, medians of the rounds. `peak_megabytes` is the memory that staging adds to its
 process.
 """

@@ -84,8 +84,6 @@ def write_safetensors(types: Types, load: Load, target: Path) -> None:
                 for part in content.split(REPORTED_BYTES) if content.numel() else ():
                     file.write(part.numpy().data)
                     say(bytes=part.numel())
-        file.flush()
-        os.fsync(file.fileno())
     unfinished.rename(target)
 
 

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from socket import gethostname
 
 from resources.backends.programs.attempts import Outcome
 from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause
@@ -15,6 +14,7 @@ from resources.config import TpuConfig
 from resources.errors import AssayError, BadInput
 from resources.jobs.jobs import Command, EnvironmentConfig, JobRequest
 from resources.jobs.packaging import Package, unpack
+from resources.process_marks import boot_id
 from resources.settings import settings
 
 DETACHED = "controller-detached"
@@ -56,11 +56,8 @@ def classify_ray(error: BaseException) -> tuple[Outcome, str]:
 
 def this_machine() -> str:
     """Returns an identity of this machine, equal for all processes of a user that share its temporary folder."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
     shared = Path(tempfile.gettempdir()).stat()
-    return (
-        f"{boot.read_text().strip() if boot.is_file() else gethostname()} {shared.st_dev}:{shared.st_ino} {os.getuid()}"
-    )
+    return f"{boot_id()} {shared.st_dev}:{shared.st_ino} {os.getuid()}"
 
 
 @dataclass(frozen=True, kw_only=True)

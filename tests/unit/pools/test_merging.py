@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import resource
 import signal
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from pools.weights.merging import Averager
 from pools.weights.model_files import ModelDigests, digest_model_folder, inspect_model_folder, read_tensors
 from pools.weights.staging import Staging
 from resources.errors import CheckpointChanged, CheckpointError, CheckpointGone, StorageError
+from resources.process_marks import boot_id
 from resources.storage import storage
 
 WEIGHTS = "model.safetensors"
@@ -233,7 +236,7 @@ def test_killed_merge_goes_on_after_the_last_file_that_it_finished(tmp_path: Pat
         write_checkpoint(tmp_path / f"step-{step}", seed=step, parameters=PARAMETERS, shards=3) for step in (1, 2)
     ]
     uri, digests = named(folders)
-    files = tmp_path / "staged" / f"{digests.checkpoint}.partial" / "content"
+    files = tmp_path / "staged" / f"{digests.checkpoint}.partial" / f"made-{boot_id()}"
 
     def work() -> None:
         def wait(*_: int) -> None:
@@ -254,6 +257,58 @@ def test_killed_merge_goes_on_after_the_last_file_that_it_finished(tmp_path: Pat
         first, second = map(tensors, folders)
         for name, got in tensors(staged.path).items():
             assert np.array_equal(got, (first[name] + second[name]) / np.float32(2))
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_merge_is_computed_again_after_a_restart_that_came_before_the_disk_had_it(
+    synced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri, digests = named([write_checkpoint(tmp_path / f"step-{step}", seed=step) for step in (1, 2)])
+    note, sync = tmp_path / "staged" / f"{digests.checkpoint}.note", os.fsync
+    writing, stopped = threading.Event(), threading.Event()
+
+    def slow(descriptor: int) -> None:
+        if threading.current_thread().name == "syncing":
+            writing.set()
+            assert synced or stopped.wait(30)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    with staging(tmp_path).stage(uri, digests) as staged:
+        inode = (staged.path / WEIGHTS).stat().st_ino
+        assert writing.wait(30)
+        if synced:
+            eventually(lambda: boot_id().encode() not in note.read_bytes())
+        with staging(tmp_path).stage(uri, digests) as again:
+            assert (again.path / WEIGHTS).stat().st_ino == inode
+    monkeypatch.setattr("pools.weights.staging.boot_id", lambda: "restarted")
+    with staging(tmp_path).stage(uri, digests) as again:
+        assert ((again.path / WEIGHTS).stat().st_ino == inode) is synced
+    stopped.set()
+
+
+def test_merge_that_the_disk_could_not_keep_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri, digests = named([write_checkpoint(tmp_path / f"step-{step}", seed=step) for step in (1, 2)])
+    sync = os.fsync
+
+    def broken(descriptor: int) -> None:
+        if threading.current_thread().name == "syncing":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
+
+    def is_refused() -> bool:
+        try:
+            staged.verify()
+        except StorageError as error:
+            return "that the disk could not keep" in error.found
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", broken)
+        with staging(tmp_path).stage(uri, digests) as staged:
+            eventually(is_refused)
+    with staging(tmp_path).stage(uri, digests) as again:
+        again.verify()
 
 
 def test_integers_must_be_the_same_and_are_kept_while_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:
