@@ -13,6 +13,7 @@ import io
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -99,6 +100,12 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> int:
 def read_samples(uri: str) -> Iterator[Sample]:
     """Yields the samples in a file of an attempt; raises the errors of `samples_content` and `parsed_samples`."""
     yield from parsed_samples(samples_content(uri), uri=uri)
+
+
+def samples_of(entry: FoundRecord) -> Iterator[Sample]:
+    """Yields the samples of a record, none if they were not kept; raises `StorageError` if they are unreadable."""
+    with suppress(FileNotFoundError):
+        yield from read_samples(storage.join(entry.cell_uri, entry.record.attempt, SAMPLES_NAME))
 
 
 def samples_content(uri: str) -> bytes:

@@ -10,7 +10,7 @@ from tasks.records.current import sharing_no_input
 from tasks.records.numbers import Z_95, interval, measured
 from tasks.records.record import Metric
 from tasks.reports import plots
-from tasks.reports.table import Column, ColumnResult, Results, described, questions
+from tasks.reports.table import Column, Results, described, questions
 from tasks.verdicts.statistics.training_noise import (
     LAST,
     LastCheckpoints,
@@ -103,7 +103,7 @@ def wavering(results: Results, column: Column) -> dict[str, Wavering]:
     Merged checkpoints have less noise than written checkpoints, so a merged curve uses only curves of the same kind of
     merge.
     """
-    pieces = {run: _pieces(results, column, run) for run in results.runs}
+    pieces = {run: [_points(piece) for piece in _pieces(results, column, run)] for run in results.runs}
     noises: dict[str, Wavering] = {}
     for run, own in pieces.items():
         alike = [other for other in pieces if other != run and results.merged_by(other) == results.merged_by(run)]
@@ -124,38 +124,30 @@ def last_means(
     """
     if results.merged_by(run):
         return {}
-    broken = {c.step for c in results.build_changes(column) if c.run == run and not c.qualified}
     noise = noises[run].noise if run in noises else None
     means: dict[int, LastCheckpoints] = {}
-    points: list[Point] = []
-    stderrs: list[float | None] = []
-    for step, outcome in _outcomes_of(results, column, run):
-        if outcome.metric is None or not math.isfinite(outcome.metric.value):
-            continue
-        if step in broken:
-            points, stderrs = [], []
-        points = [*points[1 - LAST :], (step, outcome.metric.value)]
-        stderrs = [*stderrs[1 - LAST :], outcome.metric.stderr]
-        if mean := mean_of_last(points, stderrs, noise=noise):
-            means[step] = mean
+    for piece in _pieces(results, column, run):
+        points, stderrs = _points(piece), [metric.stderr for _, metric in piece]
+        for end in range(LAST, len(piece) + 1):
+            if mean := mean_of_last(points[end - LAST : end], stderrs[end - LAST : end], noise=noise):
+                means[piece[end - 1][0]] = mean
     return means
 
 
-def _pieces(results: Results, column: Column, run: str) -> list[list[Point]]:
+def _pieces(results: Results, column: Column, run: str) -> list[list[tuple[int, Metric]]]:
     broken = {c.step for c in results.build_changes(column) if c.run == run and not c.qualified}
-    pieces: list[list[Point]] = [[]]
-    outcomes = _outcomes_of(results, column, run)
-    apart = sharing_no_input(outcome.record.checkpoint for _, outcome in outcomes)
-    for step, outcome in outcomes:
-        if outcome.record.checkpoint in apart and outcome.metric is not None and math.isfinite(outcome.metric.value):
-            pieces += [[]] if step in broken else []
-            pieces[-1].append((step, outcome.metric.value))
+    pieces: list[list[tuple[int, Metric]]] = [[]]
+    outcomes = [outcome for c in results.steps_of(run) if (outcome := results.outcome(c, column)) is not None]
+    apart = sharing_no_input(outcome.record.checkpoint for outcome in outcomes)
+    for checkpoint, metric in ((outcome.record.checkpoint, outcome.metric) for outcome in outcomes):
+        if checkpoint in apart and metric is not None and math.isfinite(metric.value):
+            pieces += [[]] if checkpoint.step in broken else []
+            pieces[-1].append((checkpoint.step, metric))
     return pieces
 
 
-def _outcomes_of(results: Results, column: Column, run: str) -> list[tuple[int, ColumnResult]]:
-    outcomes = ((c.step, results.outcome(c, column)) for c in results.steps_of(run))
-    return [(step, outcome) for step, outcome in outcomes if outcome is not None]
+def _points(piece: Iterable[tuple[int, Metric]]) -> list[Point]:
+    return [(step, metric.value) for step, metric in piece]
 
 
 class Summary(NamedTuple):
@@ -167,7 +159,7 @@ class Summary(NamedTuple):
 
 def _summary(results: Results, column: Column, run: str) -> Summary:
     noises = wavering(results, column)
-    latest = _pieces(results, column, run)[-1][-LAST:]
+    latest = _points(_pieces(results, column, run)[-1][-LAST:])
     if run not in noises or (len(latest) == LAST and trends(latest, noises[run].noise)):
         return Summary("", "")
     mean = last_means(results, column, run, noises).get(int(latest[-1][0])) if latest else None

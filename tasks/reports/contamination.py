@@ -14,10 +14,10 @@ from resources.errors import StorageError
 from resources.storage.bounded_folder import size_text
 from tasks.records.export import SPLIT_COLUMNS
 from tasks.records.numbers import NOTHING, between, measured, signed
-from tasks.records.questions.asked import asked_in, samples_of
+from tasks.records.questions.asked import asked_in, by_benchmark
 from tasks.records.questions.flags import Flags, QuestionFlag, Search, Status, status_of
 from tasks.records.record import FoundRecord, Metric, Record
-from tasks.records.samples import question_of
+from tasks.records.samples import question_of, samples_of
 from tasks.records.search import found_below
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many
@@ -161,7 +161,7 @@ def _splits(place: FoundRecord, flags: Sequence[Flags], known: dict[str, _Status
     if not flags or not record.succeeded:
         return
     try:
-        samples = samples_of(place)
+        samples = by_benchmark(samples_of(place))
     except StorageError as error:
         yield from (Split(record, metric, reason=f"not split: {error.found}") for metric in record.metrics)
         return

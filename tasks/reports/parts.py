@@ -13,7 +13,7 @@ from tasks.records.cost import Cost, Spent, sum_of
 from tasks.records.details import CheckpointReference
 from tasks.records.numbers import NOTHING, evaluator_place, measured
 from tasks.records.record import Counts, FoundRecord, Record, integrity
-from tasks.records.samples import SAMPLES_NAME, read_samples
+from tasks.records.samples import samples_of
 from tasks.records.search import found_below
 from tasks.records.verdicts import EarlyScore, EarlyVerdict, decided_words
 from tasks.reports.table import Column, Results
@@ -288,8 +288,7 @@ def _record_at(alert: Alert, results: Results, step: int, records_at: str) -> Fo
 
 def _with_prompts(names: Sequence[QuestionName], entry: FoundRecord) -> tuple[tuple[str, str], ...]:
     prompts = dict.fromkeys(names, "")
-    uri = storage.join(entry.cell_uri, entry.record.attempt, SAMPLES_NAME)
-    for sample in read_samples(uri) if names else ():
+    for sample in samples_of(entry) if names else ():
         if (sample.benchmark, sample.id) in prompts:
             own = sample.prompt.strip().rpartition("\n\n")[2].strip()
             prompts[sample.benchmark, sample.id] = own.partition("\n")[0][:_PROMPT_CHARACTERS]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 from pydantic import BaseModel, ConfigDict
 
 from resources.storage import storage
 from tasks.records.builds import build_of
 from tasks.records.current import merged_by
-from tasks.records.record import Record
-from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
+from tasks.records.record import FoundRecord, Record
+from tasks.records.samples import Sample, samples_of
 from tasks.spec.names import in_few_words
 from tasks.verdicts.alert_files import KnownAlert
 
@@ -123,18 +123,13 @@ class Announcement(BaseModel):
         """Yields the first questions of every benchmark, at most `limit` in total; empty without samples."""
         benchmarks = self.known.benchmarks
         each = -(-limit // max(len(benchmarks), 1))
-        taken: dict[str, int] = {}
-
-        def first_of_each() -> Iterator[Sample]:
-            for sample in read_samples(storage.join(self.attempt_uri, SAMPLES_NAME)):
-                taken[sample.benchmark] = taken.get(sample.benchmark, 0) + 1
-                if taken[sample.benchmark] <= each:
-                    yield sample
-
-        try:
-            yield from islice(first_of_each(), limit)
-        except FileNotFoundError:
-            return
+        taken: Counter[str] = Counter()
+        for sample in samples_of(FoundRecord(self.cell_uri, self.known)):
+            if taken.total() >= limit:
+                return
+            if taken[sample.benchmark] < each:
+                taken[sample.benchmark] += 1
+                yield sample
 
 
 def metric_values(record: Record) -> dict[str, float]:

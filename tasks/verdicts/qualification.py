@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from resources.errors import BadInput
-from resources.storage import storage
 from tasks.records.builds import Qualification, QualifiedBenchmark, QualifiedMetric, Verdict, build_of
 from tasks.records.record import FoundRecord, Record, now
-from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
+from tasks.records.samples import Sample, samples_of
 from tasks.records.search import RecordFilter
 from tasks.records.verification import Verification
 from tasks.verdicts.comparison import SIGNIFICANT, ComparedMetric, compare
@@ -130,12 +129,9 @@ def _listed(entries: Iterable[FoundRecord]) -> str:
 def _samples(entry: FoundRecord) -> dict[str, dict[str, list[Sample]]]:
     samples: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     smooth = {metric.name for metric in entry.record.metrics if metric.smooth}
-    try:
-        for sample in read_samples(storage.join(entry.cell_uri, entry.record.attempt, SAMPLES_NAME)):
-            scores = {name: score for name, score in sample.scores.items() if name not in smooth}
-            samples[sample.benchmark][sample.id].append(sample.model_copy(update={"scores": scores}))
-    except FileNotFoundError:
-        pass
+    for sample in samples_of(entry):
+        scores = {name: score for name, score in sample.scores.items() if name not in smooth}
+        samples[sample.benchmark][sample.id].append(sample.model_copy(update={"scores": scores}))
     return samples
 
 

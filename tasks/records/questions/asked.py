@@ -18,9 +18,8 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from resources.storage import storage
 from tasks.records.record import FoundRecord, Record
-from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
+from tasks.records.samples import Sample, samples_of
 
 if TYPE_CHECKING:  # the import takes 0.15 s, unneeded in most processes
     import numpy as np
@@ -44,15 +43,12 @@ class AskedQuestion(NamedTuple):
     raw: str = ""
 
 
-def samples_of(found_record: FoundRecord) -> dict[str, list[Sample]]:
-    """Returns the samples of a record by benchmark, empty if not kept. Raises StorageError if they are unreadable."""
-    samples: dict[str, list[Sample]] = {}
-    try:
-        for sample in read_samples(storage.join(found_record.cell_uri, found_record.record.attempt, SAMPLES_NAME)):
-            samples.setdefault(sample.benchmark, []).append(sample)
-    except FileNotFoundError:
-        return {}
-    return samples
+def by_benchmark(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Groups samples by benchmark."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.benchmark, []).append(sample)
+    return groups
 
 
 def asked_in(record: Record, samples: Mapping[str, Sequence[Sample]]) -> Iterator[AskedQuestion]:
@@ -74,7 +70,7 @@ def every_question(records: Sequence[FoundRecord]) -> list[AskedQuestion]:
     questions = {
         (question.benchmark, question.id, question.digest): question
         for item in newest.values()
-        for question in asked_in(item.record, samples_of(item))
+        for question in asked_in(item.record, by_benchmark(samples_of(item)))
     }
     return list(questions.values())
 

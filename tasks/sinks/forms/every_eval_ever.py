@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from resources.errors import BadInput, StorageError
 from resources.storage import storage
 from tasks.records.record import FoundRecord, Metric, Record
-from tasks.records.samples import SAMPLES_NAME, Questions, Sample, kept_samples, read_samples
+from tasks.records.samples import Questions, Sample, kept_samples, samples_of
 from tasks.records.search import RecordFilter
 from tasks.records.verification import verified_with
 from tasks.sinks.forms.settings import answers_of, data_of, library_of, settings_of
@@ -260,7 +260,7 @@ def _write_samples(item: FoundRecord, log: dict[str, Any], folder: Path) -> int:
     (folder / place).parent.mkdir(parents=True, exist_ok=True)
     digest, lines = hashlib.sha256(), 0
     with (folder / place).open("wb") as file:
-        for sample in read_samples(storage.join(item.cell_uri, item.record.attempt, SAMPLES_NAME)):
+        for sample in samples_of(item):
             for row in sample_rows(sample, log):
                 line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
                 digest.update(line)
