@@ -158,8 +158,7 @@ class JobRequest:
     entrypoint: Command | Call
     _: KW_ONLY
     resources: ResourceConfig
-    environment: EnvironmentConfig | None = None
-    """`create_environment()` when None."""
+    environment: EnvironmentConfig = field(default_factory=create_environment)
     replicas: int | None = None
     """`resources.replicas` when None."""
     max_retries_failure: int = 0

@@ -20,7 +20,6 @@ from fakes.polling import eventual_pid, eventually, is_alive
 from resources.backends.current import client_from_url
 from resources.backends.kubernetes.client import KubernetesClient
 from resources.backends.kubernetes.cluster import Cluster, Resource
-from resources.backends.kubernetes.manifests import Bounds
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, UnsatisfiableResources
 from resources.jobs.announcements import announce
@@ -55,7 +54,7 @@ def client(server: KubernetesServer) -> Iterator[KubernetesClient]:
 @pytest.fixture
 def hasty_client(server: KubernetesServer) -> Iterator[KubernetesClient]:
     """A client that gives an attempt half a second to start: too short for jobs that must run."""
-    client = client_of(server, bounds=Bounds(stuck_seconds=0.5, gang_seconds=0.5))
+    client = client_of(server, stuck_seconds=0.5, gang_seconds=0.5)
     yield client
     server.missing_images.clear()
     server.pod_slots = 1000

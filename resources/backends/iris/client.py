@@ -19,16 +19,7 @@ from resources.backends.leases import LEASE_SECONDS, POLL_SECONDS, LeaseRenewer
 from resources.backends.processes import device_variables, existing_folder, import_folders
 from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput
-from resources.jobs.jobs import (
-    Call,
-    Client,
-    Command,
-    EnvironmentConfig,
-    JobDetails,
-    JobRequest,
-    JobStatus,
-    create_environment,
-)
+from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, JobStatus
 from resources.jobs.packaging import own_code, package_workspace
 from resources.jobs.results import pickled
 from resources.jobs.waiting import while_running
@@ -131,7 +122,7 @@ class IrisClient(Client):
         return IrisJob(self._controller, job_id, hosts=hosts, grace_seconds=self._grace_seconds)
 
     def _launch(self, request: JobRequest, *, hosts: int) -> str:
-        environment = request.environment or create_environment()
+        environment = request.environment
         workspace = existing_folder(environment.workspace) if environment.workspace is not None else None
         suffix = secrets.token_hex(4)
         # Iris ends a job together with the job above it in the id.
@@ -141,13 +132,10 @@ class IrisClient(Client):
         if isinstance(request.entrypoint, Call):
             files[f"{_FOLDER}/call.pickle"] = pickled(request.entrypoint, job_id=job_id)
             files[f"{_FOLDER}/assay.zip"] = own_code().content  # Iris stores equal files once
-        files[f"{_FOLDER}/job.json"] = json.dumps(
-            self._job(request, environment, workspace=workspace, hosts=hosts)
-        ).encode()
+        files[f"{_FOLDER}/job.json"] = json.dumps(self._job(request, workspace=workspace, hosts=hosts)).encode()
         project = workspace is not None and (workspace / "pyproject.toml").is_file()
         return self._controller.launch(
             request,
-            environment,
             job_id=job_id,
             command=("bash", "-c", _COMMAND, CALLABLE if isinstance(request.entrypoint, Call) else COMMAND),
             files=files,
@@ -157,9 +145,8 @@ class IrisClient(Client):
             installs=project and environment.python is None,
         )
 
-    def _job(
-        self, request: JobRequest, environment: EnvironmentConfig, *, workspace: Path | None, hosts: int
-    ) -> dict[str, object]:
+    def _job(self, request: JobRequest, *, workspace: Path | None, hosts: int) -> dict[str, object]:
+        environment = request.environment
         command = request.entrypoint if isinstance(request.entrypoint, Command) else None
         return {
             "argv": [command.command, *command.args] if command else None,

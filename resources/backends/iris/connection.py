@@ -35,7 +35,7 @@ from resources.backends.iris.states import Attempt, Seen, Task
 from resources.backends.programs.iris_records import RESULTS
 from resources.config import GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import BackendUnavailable, BadInput, UnsatisfiableResources
-from resources.jobs.jobs import EnvironmentConfig, JobRequest
+from resources.jobs.jobs import JobRequest
 
 _CALL_SECONDS = 30.0
 _LAUNCH_SECONDS = 180.0  # a large workspace on a slow line
@@ -72,7 +72,6 @@ class IrisController:
     def launch(
         self,
         request: JobRequest,
-        environment: EnvironmentConfig,
         *,
         job_id: str,
         command: Sequence[str],
@@ -90,6 +89,7 @@ class IrisController:
             installs: True if a container installs the workspace's project and the packages before it starts.
         """
         asked, device, tasks = request.resources, request.resources.device, request.replica_count * hosts
+        environment = request.environment
         resources = job_pb2.ResourceSpecProto(
             cpu_millicores=asked.cpu * 1000, memory_bytes=size_in_bytes(asked.ram), disk_bytes=size_in_bytes(asked.disk)
         )

@@ -20,7 +20,6 @@ from resources.backends.kubernetes.cluster import Cluster, connect
 from resources.backends.kubernetes.devices import placement, require_node
 from resources.backends.kubernetes.job import KubernetesJob
 from resources.backends.kubernetes.manifests import (
-    Bounds,
     Owner,
     Submission,
     bounded,
@@ -35,7 +34,7 @@ from resources.backends.kubernetes.records import Record, all_records, create_re
 from resources.backends.programs.run_in_pod import ORPHANED
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BackendUnavailable, BadInput, UnsatisfiableResources
-from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, JobStatus
 from resources.jobs.waiting import no_such_job, while_running
 from resources.settings import job_id as own_job_id
 from resources.settings import settings
@@ -56,18 +55,13 @@ class KubernetesClient(Client):
         *,
         image: str | None = None,
         queue: str | None = None,
-        grace_seconds: float = 10.0,
-        lease_seconds: float = 300.0,
         poll_seconds: float = 2.0,
-        bounds: Bounds | None = None,
+        **seconds: float,
     ) -> None:
         self._cluster = cluster
         self._queue = queue
         self._poll_seconds = poll_seconds
-        self._bounds = bounds or Bounds()
-        self._owner = Owner(
-            jobs_url=self.url, image=image, queue=queue, grace_seconds=grace_seconds, lease_seconds=lease_seconds
-        )
+        self._owner = Owner(jobs_url=self.url, image=image, queue=queue, **seconds)
         self._owned: list[OwnedJob] = []
         self._handles: dict[str, KubernetesJob] = {}
         self._lock = threading.Lock()
@@ -86,18 +80,15 @@ class KubernetesClient(Client):
             if running := while_running(self._handles.get(request.name), adopt_existing=adopt_existing):
                 return running
             self.check_resources(request.resources.model_copy(update={"replicas": request.replica_count}))
-            environment = request.environment or create_environment()
             job_id = new_job_id(request.name)
             vms = placement(request.resources).vms
-            files = secret_content(request, environment, job_id=job_id, vms=vms, owner=self._owner)
+            files = secret_content(request, job_id=job_id, vms=vms, owner=self._owner)
             submission = Submission(
                 job_id=job_id,
                 request=replace(request, entrypoint=Command("true")),
-                environment=environment,
-                image=image_of(request, environment, default=self._owner.image),
+                image=image_of(request, default=self._owner.image),
                 files=files,
                 owner=self._owner,
-                bounds=self._bounds,
             )
             record = Record(
                 job_id=job_id,

@@ -28,7 +28,7 @@ from resources.backends.kubernetes.names import (
 )
 from resources.backends.processes import device_variables
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.jobs.jobs import Call, EnvironmentConfig, JobRequest
+from resources.jobs.jobs import Call, JobRequest
 from resources.jobs.results import pickled
 
 HEARTBEAT = "beat"
@@ -59,7 +59,7 @@ _ANNOUNCER_LIMITS = {"cpu": "50m", "memory": "64Mi", "ephemeral-storage": "64Mi"
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Settings of the process that controls a job, for the job's pods."""
+    """Settings of the process that controls a job, for the job's pods and for the start of its attempts."""
 
     jobs_url: str
     """Value of `ASSAY_JOBS` in the job."""
@@ -67,16 +67,10 @@ class Owner:
     """Default container image of jobs."""
     queue: str | None = None
     """Kueue queue for the attempts; with a queue, only Kueue starts them."""
-    grace_seconds: float
+    grace_seconds: float = 10.0
     """Time between SIGTERM and SIGKILL."""
-    lease_seconds: float
+    lease_seconds: float = 300.0
     """Time after which pods end without a heartbeat."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """Time limits for the start of an attempt."""
-
     stuck_seconds: float = 300.0
     """An image that cannot be pulled or a container that cannot be created fails the attempt after this time."""
     gang_seconds: float = 600.0
@@ -90,12 +84,10 @@ class Submission:
     job_id: str
     request: JobRequest
     """Without its entrypoint, which is in the files."""
-    environment: EnvironmentConfig
     image: str
     files: Mapping[str, bytes]
     """Content of the job folder of a pod."""
     owner: Owner
-    bounds: Bounds = Bounds()
 
     @property
     def where(self) -> Placement:
@@ -103,11 +95,12 @@ class Submission:
 
     @property
     def python(self) -> str:
-        return str(self.environment.python) if self.environment.python else "python3"
+        return str(self.request.environment.python or "python3")
 
 
-def image_of(request: JobRequest, environment: EnvironmentConfig, *, default: str | None) -> str:
+def image_of(request: JobRequest, *, default: str | None) -> str:
     """Returns the container image of a job."""
+    environment = request.environment
     if environment.pip_packages or environment.extras:
         raise UnsatisfiableResources(
             expected="an image that holds all packages of the job; Kubernetes builds no environments",
@@ -124,11 +117,9 @@ def image_of(request: JobRequest, environment: EnvironmentConfig, *, default: st
     return image
 
 
-def secret_content(
-    request: JobRequest, environment: EnvironmentConfig, *, job_id: str, vms: int, owner: Owner
-) -> dict[str, bytes]:
+def secret_content(request: JobRequest, *, job_id: str, vms: int, owner: Owner) -> dict[str, bytes]:
     """Returns the files in the job folder of a pod."""
-    entrypoint = request.entrypoint
+    entrypoint, environment = request.entrypoint, request.environment
     own = {**device_variables(request.resources.device), **environment.env_vars}
     variables = {"ASSAY_JOB_LEASE_SECONDS": f"{owner.lease_seconds:g}", **own}
     if owner.image:  # default image of jobs submitted inside this job
@@ -166,7 +157,7 @@ def bounded(files: dict[str, bytes]) -> dict[str, bytes]:
 
 def attempt_manifest(job: Submission, attempt: int) -> dict[str, Any]:
     """Returns the Job or JobSet of an attempt, suspended until its Secret, which it owns, is created."""
-    request, environment, owner, where = job.request, job.environment, job.owner, job.where
+    request, owner, where = job.request, job.owner, job.where
     job_id, image = job.job_id, job.image
     program = [job.python, "-I", "-S", f"{_JOB}/run_in_pod.py"]
     name = attempt_name(job_id, attempt)
@@ -205,7 +196,7 @@ def attempt_manifest(job: Submission, attempt: int) -> dict[str, Any]:
         "subdomain": name,
         "enableServiceLinks": False,
         # A user's program may submit jobs and so gets a token; Assay's own programs in a cluster submit none.
-        "automountServiceAccountToken": environment.inherited is None,
+        "automountServiceAccountToken": request.environment.inherited is None,
         "securityContext": _NOT_ROOT,
         "terminationGracePeriodSeconds": max(1, round(owner.grace_seconds)),
         "nodeSelector": where.node_selector,

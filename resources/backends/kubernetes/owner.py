@@ -213,9 +213,9 @@ class OwnedJob:
     def _overdue(self, states: Sequence[PodState]) -> PodState | None:
         stuck = [state for state in states if state.standing == "stuck"]
         waiting = [state for state in states if state.standing in {"pending", "stuck"}]
-        if self._lasts("stuck", bool(stuck), self._submission.bounds.stuck_seconds):
+        if self._lasts("stuck", bool(stuck), self._submission.owner.stuck_seconds):
             return PodState("failed", stuck[0].reason)
-        if self._lasts("partial", 0 < len(waiting) < len(states), self._submission.bounds.gang_seconds):
+        if self._lasts("partial", 0 < len(waiting) < len(states), self._submission.owner.gang_seconds):
             running = len(states) - len(waiting)
             return PodState("preempted", f"only {running} of {len(states)} pods could start: {waiting[0].reason}")
         return None

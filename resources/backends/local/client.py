@@ -28,7 +28,7 @@ from resources.backends.processes import (
 from resources.backends.programs.endings import end_marked
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.jobs.jobs import JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import JobRequest, JobStatus
 from resources.jobs.waiting import while_running
 from resources.settings import settings
 
@@ -159,10 +159,9 @@ class LocalClient(FolderClient[LocalJob]):
         if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
             return running
         self.check_resources(request.resources)
-        environment = request.environment or create_environment()
-        workspace = workspace_of(environment, backend="the local backend runs")
+        workspace = workspace_of(request.environment, backend="the local backend runs")
         working_directory = existing_folder(request.working_directory or workspace)
-        python = interpreter_of(environment, workspace=workspace)
+        python = interpreter_of(request.environment, workspace=workspace)
         with self._lock:
             if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running
@@ -180,7 +179,7 @@ class LocalClient(FolderClient[LocalJob]):
                 parent_pid=os.getpid(),
             )
             variables = variables_of(
-                environment,
+                request.environment,
                 python=python,
                 defaults=device_variables(request.resources.device),
                 given={"ASSAY_JOB_ID": folder.name, "ASSAY_JOBS": self.url},

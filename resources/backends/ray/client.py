@@ -19,7 +19,7 @@ from resources.backends.ray.connection import ControllerGone, RayConnection
 from resources.backends.ray.orders import JobOrder, SentFolder
 from resources.config import ResourceConfig
 from resources.errors import BadInput
-from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Call, Client, Command, JobDetails, JobRequest, JobStatus
 from resources.jobs.logs import LogPart
 from resources.jobs.packaging import package_workspace
 from resources.jobs.results import pickled
@@ -118,8 +118,7 @@ class RayClient(Client):
         connection = self._connection()
         if running := while_running(self._running(connection, request.name), adopt_existing=adopt_existing):
             return running
-        environment = request.environment or create_environment()
-        workspace = workspace_of(environment, backend="nodes of Ray run")
+        workspace = workspace_of(request.environment, backend="nodes of Ray run")
         working_directory = existing_folder(request.working_directory or workspace)
         job_id, call = f"{request.name}-{secrets.token_hex(4)}", request.entrypoint
         entrypoint = pickled(call, job_id=job_id) if isinstance(call, Call) else call
@@ -131,7 +130,6 @@ class RayClient(Client):
             request=replace(request, entrypoint=Command("true")),
             client=self._id,
             entrypoint=entrypoint,
-            environment=environment,
             workspace=SentFolder.of(workspace, digest=digest),
             working_directory=str(working_directory),
             imports=tuple(import_folders()),

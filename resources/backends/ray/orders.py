@@ -12,7 +12,7 @@ from resources.backends.programs.attempts import Outcome
 from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause
 from resources.config import TpuConfig
 from resources.errors import AssayError, BadInput
-from resources.jobs.jobs import Command, EnvironmentConfig, JobRequest
+from resources.jobs.jobs import Command, JobRequest
 from resources.jobs.packaging import Package, unpack
 from resources.process_marks import boot_id
 from resources.settings import settings
@@ -112,7 +112,6 @@ class JobOrder:
     client: str
     entrypoint: Command | bytes
     """A command, or a pickled call; empty for a large call, which is fetched from the object store."""
-    environment: EnvironmentConfig
     workspace: SentFolder
     working_directory: str
     """Path on the submitting machine."""

@@ -69,7 +69,7 @@ def run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes])
 
 
 def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -> tuple[dict[str, str], dict[str, Any]]:
-    job = order.job
+    job, environment = order.job, order.job.request.environment
     workspace = job.workspace.brought_here(lambda: fetch("workspace"))
     working_directory, *imports = job.workspace.moved([job.working_directory, *job.imports], to=workspace)
     if not Path(working_directory).is_dir():
@@ -78,7 +78,7 @@ def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -
             found="no such folder there",
             remedy="Choose a folder inside the workspace, which is sent along.",
         )
-    python = interpreter_of(job.environment, workspace=workspace)
+    python = interpreter_of(environment, workspace=workspace)
     entrypoint = job.entrypoint
     if isinstance(entrypoint, bytes):
         (folder / "call.pickle").write_bytes(entrypoint or fetch("call"))
@@ -94,7 +94,7 @@ def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -
     }
     given = {"ASSAY_JOB_ID": job.job_id, "ASSAY_JOBS": "ray://auto", "RAY_ADDRESS": job.address}
     defaults = order.device_variables
-    return variables_of(job.environment, python=python, defaults=defaults, given=given), specification
+    return variables_of(environment, python=python, defaults=defaults, given=given), specification
 
 
 class _Run:

@@ -36,7 +36,7 @@ from resources.backends.slurm.slurm import Slurm
 from resources.backends.slurm.states import LOST, Seen, after_failed_launch, from_outside
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, JobTimeout, UnsatisfiableResources
-from resources.jobs.jobs import JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import JobRequest, JobStatus
 from resources.jobs.packaging import package_workspace, unpack
 from resources.jobs.waiting import growing_pauses, while_running
 from resources.settings import job_id, settings
@@ -220,7 +220,7 @@ class SlurmClient(FolderClient[SlurmJob]):
         with self._lock:
             if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running
-            environment = request.environment or create_environment()
+            environment = request.environment
             self._check(request.resources, image=environment.docker_image, replicas=request.replica_count)
             if not self._has_begun:
                 self._begin()

@@ -52,7 +52,7 @@ def test_submit_options_become_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (request.replica_count, request.max_retries_failure, request.max_retries_preemption) == (2, 1, 7)
     assert request.outlives_parent
     environment = request.environment
-    assert environment is not None and environment.workspace == tmp_path
+    assert environment.workspace == tmp_path
     assert environment.extras == ("eval", "tpu", "more") and environment.pip_packages == ("einops",)
     assert {"FROM_HERE": "here", "GIVEN": "a=b", "EMPTY": ""}.items() <= environment.env_vars.items()
 

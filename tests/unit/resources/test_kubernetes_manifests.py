@@ -48,25 +48,22 @@ def manifest(
         docker_image="registry.example/a:1", env_vars={"HF_TOKEN": SECRET_WORD}
     )
     request = JobRequest(
-        "Eval_7B.step", Command("train", (SECRET_WORD,)), resources=resources, replicas=replicas, **options
-    )
-    return attempt_manifest(submission(request, environment, owner=owner), 2)
-
-
-def submission(request: JobRequest, environment: EnvironmentConfig, *, owner: Owner = OWNER) -> Submission:
-    return Submission(
-        job_id="eval-7b-step-1",
-        request=request,
+        "Eval_7B.step",
+        Command("train", (SECRET_WORD,)),
+        resources=resources,
+        replicas=replicas,
         environment=environment,
-        image="registry.example/a:1",
-        files={},
-        owner=owner,
+        **options,
     )
+    return attempt_manifest(submission(request, owner=owner), 2)
+
+
+def submission(request: JobRequest, *, owner: Owner = OWNER) -> Submission:
+    return Submission(job_id="eval-7b-step-1", request=request, image="registry.example/a:1", files={}, owner=owner)
 
 
 def keeper_pod() -> dict[str, Any]:
-    request = JobRequest("job", Command("true"), resources=ResourceConfig())
-    return keeper_pod_manifest(submission(request, create_environment()))
+    return keeper_pod_manifest(submission(JobRequest("job", Command("true"), resources=ResourceConfig())))
 
 
 @pytest.mark.parametrize(
@@ -273,19 +270,20 @@ def test_job_ids_are_names_that_kubernetes_allows(name: str) -> None:
 def test_image_comes_from_environment_then_resources_then_setting_and_is_required() -> None:
     request = JobRequest("a", Command("true"), resources=ResourceConfig(image="from-resources"))
     bare = JobRequest("a", Command("true"), resources=ResourceConfig())
-    assert image_of(request, create_environment(docker_image="from-environment"), default="d") == "from-environment"
-    assert image_of(request, create_environment(), default="d") == "from-resources"
-    assert image_of(bare, create_environment(), default="d") == "d"
+    in_image = replace(request, environment=create_environment(docker_image="from-environment"))
+    assert image_of(in_image, default="d") == "from-environment"
+    assert image_of(request, default="d") == "from-resources"
+    assert image_of(bare, default="d") == "d"
     with pytest.raises(UnsatisfiableResources, match=r"resources\.image"):
-        image_of(bare, create_environment(), default=None)
+        image_of(bare, default=None)
     with pytest.raises(UnsatisfiableResources, match="Build them into the image"):
-        image_of(request, create_environment(pip_packages=["numpy"]), default=None)
+        image_of(replace(request, environment=create_environment(pip_packages=["numpy"])), default=None)
 
 
 def test_callable_that_does_not_fit_a_secret_is_refused_with_its_size() -> None:
     request = JobRequest("a", Call(len, ("x" * LARGEST_SECRET_BYTES,)), resources=ResourceConfig())
     with pytest.raises(BadInput, match=r"call\.pickle has 1,000"):
-        secret_content(request, create_environment(), job_id="a-1", vms=1, owner=OWNER)
+        secret_content(request, job_id="a-1", vms=1, owner=OWNER)
 
 
 def test_lease_that_no_pod_would_outlive_is_refused_before_the_cluster_is_asked(monkeypatch: pytest.MonkeyPatch):

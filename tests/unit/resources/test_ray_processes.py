@@ -37,10 +37,15 @@ def shell(script: str) -> Command:
 def job_order(workspace: Path) -> JobOrder:
     return JobOrder(
         job_id=JOB_ID,
-        request=JobRequest("job", shell("true"), resources=ResourceConfig(), max_retries_preemption=0),
+        request=JobRequest(
+            "job",
+            shell("true"),
+            resources=ResourceConfig(),
+            environment=EnvironmentConfig(workspace=workspace, python=Path(sys.executable)),
+            max_retries_preemption=0,
+        ),
         client="client",
         entrypoint=shell("true"),
-        environment=EnvironmentConfig(workspace=workspace),
         workspace=SentFolder.of(workspace, digest=None),
         working_directory=str(workspace),
         imports=(),
@@ -51,12 +56,7 @@ def job_order(workspace: Path) -> JobOrder:
 
 
 def process_order(workspace: Path, script: str) -> ProcessOrder:
-    job = replace(
-        job_order(workspace),
-        entrypoint=shell(script),
-        environment=EnvironmentConfig(workspace=workspace, python=Path(sys.executable)),
-        grace_seconds=20.0,
-    )
+    job = replace(job_order(workspace), entrypoint=shell(script), grace_seconds=20.0)
     return ProcessOrder(job=job, attempt=1, replica=0, host=0, device_variables={})
 
 

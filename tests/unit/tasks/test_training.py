@@ -57,7 +57,6 @@ def levanter_of(request: JobRequest) -> dict[str, Any]:
 
 
 def variables(request: JobRequest) -> Mapping[str, str]:
-    assert request.environment is not None
     return request.environment.env_vars
 
 
@@ -75,7 +74,7 @@ def test_training_asks_for_device_and_replicas_of_its_resources(
     assert request.name == "train_lm-run-a" and not request.outlives_parent
     assert isinstance(request.entrypoint, Call)
     assert request.entrypoint.kwargs["device"] == kind
-    assert request.environment is not None and request.environment.python is None, "the node builds it, not we"
+    assert request.environment.python is None, "the node builds it, not we"
     assert levanter_of(request)["trainer"].get("require_accelerator", True) is (kind != "cpu")
 
 
