@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 from resources.actors.actor_wire import Frame, Kind, WrongKey, greet_actor, receive, send
 from resources.errors import ActorCallLost, ActorDied, ActorRestarted, AssayError, BackendUnavailable
-from resources.jobs.jobs import JobDetails, JobHandle, JobStatus
+from resources.jobs.jobs import JobDetails, JobHandle, JobStatus, growing_pauses, polls
 from resources.jobs.user_key import USER_KEY_VARIABLE, user_key
-from resources.jobs.waiting import growing_pauses
 
 _CONNECT_SECONDS = 5.0  # per attempt
 _SHOWN_LINES = 20
@@ -117,9 +116,8 @@ class ActorLine:
                     return
 
     def _connect(self) -> None:
-        pauses = growing_pauses()
         refused_address, refused_since = None, 0.0
-        while True:
+        for _ in polls():
             if self._job.status().finished:
                 raise death_of(self._job, self._job.details(), name=self._name)
             if address := self._job.announced():
@@ -134,7 +132,6 @@ class ActorLine:
                 else:
                     self._begin(connection, address, attempts)
                     return
-            time.sleep(next(pauses))
 
     def _connected(self, address: str) -> socket.socket:
         host, _, port = address.rpartition(":")

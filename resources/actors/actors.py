@@ -11,7 +11,6 @@ import dataclasses
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -23,10 +22,9 @@ from resources.actors.actor_server import serve_actor
 from resources.actors.actor_wire import Frame, Kind
 from resources.config import ResourceConfig, TpuConfig
 from resources.errors import ActorCallCancelled, ActorMethodFailed, BadInput, JobTimeout
-from resources.jobs.jobs import Call, Client, EnvironmentConfig, JobHandle, JobRequest, create_environment
+from resources.jobs.jobs import Call, Client, EnvironmentConfig, JobHandle, JobRequest, create_environment, polls
 from resources.jobs.results import Raised
 from resources.jobs.user_key import USER_KEY_VARIABLE, user_key
-from resources.jobs.waiting import growing_pauses
 
 _PREFIX = "actor-"  # of the names of actors' jobs
 _ENDED_AT_ONCE = 16
@@ -132,21 +130,17 @@ class ActorHandle:
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Blocks until the object is constructed and accepts calls, for at most `timeout` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pauses = growing_pauses()
-        while True:
+        for _ in polls(timeout):
             if self._job.status().finished:
                 raise death_of(self._job, self._job.details(), name=self._name)
             if self._job.announced():
                 return
-            if deadline is not None and time.monotonic() >= deadline:
-                details = self._job.details()
-                raise JobTimeout(
-                    expected=f"actor {self._name} to be ready after {timeout:g} s",
-                    found=f"its job is {details.status}" + (f": {details.reason}" if details.reason else ""),
-                    remedy="Wait longer, or read the logs of its job.",
-                )
-            time.sleep(next(pauses))
+        details = self._job.details()
+        raise JobTimeout(
+            expected=f"actor {self._name} to be ready after {timeout:g} s",
+            found=f"its job is {details.status}" + (f": {details.reason}" if details.reason else ""),
+            remedy="Wait longer, or read the logs of its job.",
+        )
 
     def __getattr__(self, method: str) -> ActorMethod:
         if method.startswith("_"):
@@ -211,20 +205,17 @@ class ActorGroup(list[ActorHandle]):
                 found=f"count={count}",
                 remedy="Wait for fewer, or create more.",
             )
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pauses = growing_pauses()
-        while len(ready := self.ready()) < required:
+        for _ in polls(timeout):
+            if len(ready := self.ready()) >= required:
+                return ready
             ended = [actor for actor in self if actor.job.status().finished]
             if len(self) - len(ended) < required:
                 ended[0].wait_ready()  # raises
-            if deadline is not None and time.monotonic() >= deadline:
-                raise JobTimeout(
-                    expected=f"{required} actors of group {self._name} to be ready after {timeout:g} s",
-                    found=f"{len(ready)} are; jobs: {', '.join(actor.job.status() for actor in self)}",
-                    remedy="Wait longer, or for fewer.",
-                )
-            time.sleep(next(pauses))
-        return ready
+        raise JobTimeout(
+            expected=f"{required} actors of group {self._name} to be ready after {timeout:g} s",
+            found=f"{len(self.ready())} are; jobs: {', '.join(actor.job.status() for actor in self)}",
+            remedy="Wait longer, or for fewer.",
+        )
 
     def shutdown(self) -> None:
         """Ends all actors, and returns after their jobs have ended."""

@@ -5,9 +5,10 @@ Backends in `resources/backends/` implement `Client` and `JobHandle`, and honour
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -19,8 +20,7 @@ from resources.jobs.logs import LogPart
 from resources.settings import may_inherit, variables_named
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_FIRST_POLL_SECONDS = 0.05
-_LAST_POLL_SECONDS = 2.0
+_FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 1.0
 
 
 class JobAlreadyExists(AssayError):
@@ -311,30 +311,39 @@ class Client(Protocol):
         ...
 
 
+def growing_pauses(longest_seconds: float = LONGEST_PAUSE_SECONDS) -> Iterator[float]:
+    """Yields the seconds between two polls, from 0.05 s growing by half each time up to `longest_seconds`."""
+    seconds = _FIRST_PAUSE_SECONDS
+    while True:
+        yield min(seconds, longest_seconds)
+        seconds = min(seconds * 1.5, longest_seconds)
+
+
+def polls(timeout: float | None = None, *, longest_seconds: float = LONGEST_PAUSE_SECONDS) -> Iterator[None]:
+    """Yields at once and after each of the `growing_pauses`, the last time when `timeout` seconds are over."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    for pause_seconds in growing_pauses(longest_seconds):
+        yield
+        if (remaining := deadline - time.monotonic()) <= 0:
+            return
+        time.sleep(min(pause_seconds, remaining))
+
+
 def wait_all(
     handles: Iterable[JobHandle], timeout: float | None = None, *, raise_on_failure: bool = True
 ) -> list[JobStatus]:
     """Waits up to `timeout` seconds until all jobs have finished, terminates none; returns their statuses in order."""
     jobs = list(handles)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    poll_seconds = _FIRST_POLL_SECONDS
     statuses: dict[int, JobStatus] = {}
-    while True:
+    for _ in polls(timeout):
         for position, job in enumerate(jobs):
-            if position in statuses:
-                continue
-            if job.status().finished:
+            if position not in statuses and job.status().finished:
                 statuses[position] = job.wait(0, raise_on_failure=raise_on_failure)
-                poll_seconds = _FIRST_POLL_SECONDS
         if len(statuses) == len(jobs):
             return [statuses[position] for position in range(len(jobs))]
-        if deadline is not None and time.monotonic() >= deadline:
-            running = ", ".join(job.job_id for position, job in enumerate(jobs) if position not in statuses)
-            raise JobTimeout(
-                expected=f"all {len(jobs)} jobs to have finished after {timeout:g} s",
-                found=f"{len(jobs) - len(statuses)} still running: {running}",
-                remedy="Wait longer, or terminate them.",
-            )
-        remaining = poll_seconds if deadline is None else deadline - time.monotonic()
-        time.sleep(max(0.0, min(poll_seconds, remaining)))
-        poll_seconds = min(poll_seconds * 2, _LAST_POLL_SECONDS)
+    running = [job.job_id for position, job in enumerate(jobs) if position not in statuses]
+    raise JobTimeout(
+        expected=f"all {len(jobs)} jobs to have finished after {timeout:g} s",
+        found=f"{len(running)} still running: {', '.join(running)}",
+        remedy="Wait longer, or terminate them.",
+    )

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import time
 from abc import abstractmethod
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from resources.errors import BadInput, JobFailed, JobTimeout
-from resources.jobs.jobs import JobAlreadyExists, JobHandle, JobStatus
+from resources.jobs.jobs import LONGEST_PAUSE_SECONDS, JobAlreadyExists, JobHandle, JobStatus, polls
 from resources.jobs.results import raised_by, result_of
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 _SHOWN_LINES = 20
-
-
-def growing_pauses(longest_seconds: float = _LONGEST_PAUSE_SECONDS) -> Iterator[float]:
-    """Yields the seconds between two polls, from 0.05 s growing by half each time up to `longest_seconds`."""
-    seconds = _FIRST_PAUSE_SECONDS
-    while True:
-        yield min(seconds, longest_seconds)
-        seconds = min(seconds * 1.5, longest_seconds)
 
 
 class BackendJob(JobHandle):
     """A handle that polls the status of its job with growing pauses while it waits."""
 
-    longest_pause_seconds = _LONGEST_PAUSE_SECONDS
+    longest_pause_seconds = LONGEST_PAUSE_SECONDS
 
     @property
     @abstractmethod
@@ -42,21 +30,17 @@ class BackendJob(JobHandle):
         return self.details().status
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pauses = growing_pauses(self.longest_pause_seconds)
-        while not (status := self.status()).finished:
-            remaining = math.inf if deadline is None else deadline - time.monotonic()
-            if remaining <= 0:
-                reason = self.details().reason
-                raise JobTimeout(
-                    expected=f"job {self.job_id} to have finished after {timeout:g} s",
-                    found=f"it is {status}" + (f": {reason}" if reason else ""),
-                    remedy=f"Wait longer, terminate it, or {self.where}",
-                )
-            time.sleep(min(next(pauses), remaining))
-        if raise_on_failure and status is not JobStatus.SUCCEEDED:
-            raise self._failure() from raised_by(self, self.result_bytes)
-        return status
+        for _ in polls(timeout, longest_seconds=self.longest_pause_seconds):
+            if (status := self.status()).finished:
+                if raise_on_failure and status is not JobStatus.SUCCEEDED:
+                    raise self._failure() from raised_by(self, self.result_bytes)
+                return status
+        details = self.details()
+        raise JobTimeout(
+            expected=f"job {self.job_id} to have finished after {timeout:g} s",
+            found=f"it is {details.status}" + (f": {details.reason}" if details.reason else ""),
+            remedy=f"Wait longer, terminate it, or {self.where}",
+        )
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
         return result_of(self, timeout, replica=replica, read=lambda: self.result_bytes(replica), where=self.where)

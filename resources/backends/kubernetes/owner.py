@@ -52,8 +52,8 @@ from resources.backends.kubernetes.pods import (
 from resources.backends.kubernetes.records import Record, beat, read_record, write_record
 from resources.backends.programs.attempts import Attempts
 from resources.errors import AssayError, BackendUnavailable, JobTimeout
-from resources.jobs.jobs import JobStatus
-from resources.jobs.waiting import growing_pauses, no_such_job
+from resources.jobs.jobs import JobStatus, growing_pauses
+from resources.jobs.waiting import no_such_job
 
 TERMINATED = "terminated"
 _KEPT_LOGS_BYTES = 900_000  # over all pods of an attempt: a ConfigMap holds 1 MiB

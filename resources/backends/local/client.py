@@ -28,10 +28,11 @@ from resources.backends.processes import (
 from resources.backends.programs.endings import end_marked
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.jobs.jobs import JobRequest, JobStatus
+from resources.jobs.jobs import JobRequest, JobStatus, polls
 from resources.jobs.waiting import while_running
 from resources.settings import settings
 
+_SOON_SECONDS = 0.005
 _SUPERVISOR_START_SECONDS = 60.0  # 0.05 s on an idle machine
 _TERMINATE_MARGIN_SECONDS = 40.0  # more than the supervisor itself waits for a process to die of SIGKILL
 
@@ -67,11 +68,11 @@ class LocalJob(FolderJob):
     def terminate(self) -> None:
         self.request_stop()
         patience_seconds = self._specification["grace_seconds"] + _TERMINATE_MARGIN_SECONDS
-        deadline = time.monotonic() + patience_seconds
         self.wait(patience_seconds, raise_on_failure=False)
         details = self.process_details()
-        while details["supervisor_pid"] and self._is_supervised(details) and time.monotonic() < deadline:
-            time.sleep(0.005)  # the supervisor writes the final status before it exits
+        for _ in polls(patience_seconds, longest_seconds=_SOON_SECONDS):
+            if not (details["supervisor_pid"] and self._is_supervised(details)):  # it exits after its final status
+                return
 
     def request_stop(self) -> None:
         """Signals the supervisor to end the job; waits only for the supervisor's start."""
@@ -83,12 +84,10 @@ class LocalJob(FolderJob):
 
     def wait_until_started(self) -> None:
         """Blocks until the supervisor has started, so that other processes can attach."""
-        deadline = time.monotonic() + _SUPERVISOR_START_SECONDS
-        while time.monotonic() < deadline:
+        for _ in polls(_SUPERVISOR_START_SECONDS, longest_seconds=_SOON_SECONDS):
             details = self.process_details()
             if details["supervisor_pid"] is not None or JobStatus(details["status"]).finished:
                 return
-            time.sleep(0.005)
 
     def _file(self, name: str, replica: int) -> Path:
         stem, dot, suffix = name.partition(".")

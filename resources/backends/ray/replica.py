@@ -26,8 +26,8 @@ from resources.backends.programs.endings import outcome_of_supervised
 from resources.backends.ray.orders import Output, ProcessEnd, ProcessOrder, refusal_text
 from resources.config import TpuConfig
 from resources.errors import AssayError, BadInput
+from resources.jobs.jobs import growing_pauses
 from resources.jobs.logs import PART_BYTES
-from resources.jobs.waiting import growing_pauses
 
 _LONGEST_PAUSE_SECONDS = 0.3
 _UNTIL_END_SECONDS = 30.0

@@ -36,9 +36,9 @@ from resources.backends.slurm.slurm import Slurm
 from resources.backends.slurm.states import LOST, Seen, after_failed_launch, from_outside
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, JobTimeout, UnsatisfiableResources
-from resources.jobs.jobs import JobRequest, JobStatus
+from resources.jobs.jobs import JobRequest, JobStatus, polls
 from resources.jobs.packaging import package_workspace, unpack
-from resources.jobs.waiting import growing_pauses, while_running
+from resources.jobs.waiting import while_running
 from resources.settings import job_id, settings
 from resources.storage.files import replace_text
 
@@ -110,7 +110,7 @@ class SlurmJob(FolderJob):
         asked_at = time.monotonic()
         deadline = asked_at + self._specification["grace_seconds"] + _END_MARGIN_SECONDS
         has_cancelled = False
-        for pause_seconds in growing_pauses():
+        for _ in polls():
             seen = self._slurm.state_now(self._slurm_id) if self._slurm_id else None
             details = self._details(self._read(), seen)
             if JobStatus(details["status"]).finished and (seen is None or seen.has_ended):
@@ -130,7 +130,6 @@ class SlurmJob(FolderJob):
             elif time.monotonic() - asked_at > _UNTIL_HEARD_SECONDS:  # a program that had just started may miss it
                 self._slurm.signal(self._slurm_id, _STOP_SIGNAL)
                 asked_at = time.monotonic()
-            time.sleep(pause_seconds)
 
     def request_stop(self) -> None:
         """Requests the end of the job, and returns at once."""
