@@ -116,28 +116,20 @@ class ActorHandle:
 
     def __init__(self, client: Client, job: JobHandle, *, name: str) -> None:
         self._client = client
-        self._job = job
-        self._name = name
+        self.job = job
+        self.name = name
         self._line: ActorLine | None = None
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def job(self) -> JobHandle:
-        return self._job
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Blocks until the object is constructed and accepts calls, for at most `timeout` seconds."""
         for _ in polls(timeout):
-            if self._job.status().finished:
-                raise death_of(self._job, self._job.details(), name=self._name)
-            if self._job.announced():
+            if self.job.status().finished:
+                raise death_of(self.job, self.job.details(), name=self.name)
+            if self.job.announced():
                 return
-        details = self._job.details()
+        details = self.job.details()
         raise JobTimeout(
-            expected=f"actor {self._name} to be ready after {timeout:g} s",
+            expected=f"actor {self.name} to be ready after {timeout:g} s",
             found=f"its job is {details.status}" + (f": {details.reason}" if details.reason else ""),
             remedy="Wait longer, or read the logs of its job.",
         )
@@ -146,14 +138,14 @@ class ActorHandle:
         if method.startswith("_"):
             raise AttributeError(method)
         if self._line is None:
-            self._line = _line_to(self._client.url, self._job, name=self._name)
-        return ActorMethod(self._line, actor=self._name, method=method)
+            self._line = _line_to(self._client.url, self.job, name=self.name)
+        return ActorMethod(self._line, actor=self.name, method=method)
 
     def __repr__(self) -> str:
-        return f"ActorHandle({self._name!r}, job {self._job.job_id})"
+        return f"ActorHandle({self.name!r}, job {self.job.job_id})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attached, (self._client.url, self._job.job_id, self._name)
+        return _attached, (self._client.url, self.job.job_id, self.name)
 
 
 def _attached(url: str, job_id: str, name: str) -> ActorHandle:

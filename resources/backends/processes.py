@@ -42,6 +42,11 @@ def workspace_of(environment: EnvironmentConfig, *, backend: str) -> Path:
     return existing_folder(environment.workspace)
 
 
+def moved(path: Path, folder: Path, *, to: Path) -> Path:
+    """Returns a path below a folder as a path below `to`; other paths are unchanged."""
+    return to / path.relative_to(folder) if path.is_relative_to(folder) else path
+
+
 def import_folders() -> list[str]:
     """Returns the entries of `sys.path` outside of the interpreter's own folders, as absolute paths."""
     interpreters = (Path(sys.prefix), Path(sys.base_prefix))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,8 @@ class RayClient(Client):
         """Returns a handle on a job of a running driver, or a job that outlives it; raises `BadInput` if unknown."""
         connection = self._connection()
         for controller in connection.controllers():
-            try:
+            with suppress(BadInput, ControllerGone):
                 return self._handle(connection, controller, job_id, own=False)
-            except (BadInput, ControllerGone):
-                continue
         remedy = "Look at the jobs of this client; those of a driver are forgotten when it ends."
         raise no_such_job(f"on the Ray cluster at {connection.address}", job_id, remedy)
 
@@ -156,10 +155,8 @@ class RayClient(Client):
         connection = self._connection()
         jobs: list[JobDetails] = []
         for controller in connection.controllers():
-            try:
+            with suppress(ControllerGone):
                 jobs += connection.ask(controller, "jobs")
-            except ControllerGone:
-                continue
         return sorted(jobs, key=lambda details: details.submitted_at or 0.0, reverse=True)
 
     def check_resources(self, resources: ResourceConfig) -> None:
@@ -173,14 +170,12 @@ class RayClient(Client):
             return  # they have ended with the connection
         connection = self._connection()
         controller = connection.own_controller()
-        try:
+        with suppress(ControllerGone):
             jobs: list[str] = connection.ask(controller, "stop_client", client=self._id)
             deadline = time.monotonic() + self._grace_seconds + _END_SECONDS
             for job_id in jobs:
                 job = self._handle(connection, controller, job_id, own=True)
                 job.wait(max(0.1, deadline - time.monotonic()), raise_on_failure=False)
-        except ControllerGone:
-            return
 
     def _connection(self) -> RayConnection:
         return _connection(self._address)
@@ -196,11 +191,9 @@ class RayClient(Client):
 
     def _running(self, connection: RayConnection, name: str) -> RayJob | None:
         for controller in (self._own_controller(connection), *connection.controllers(detached_only=True)):
-            try:
+            with suppress(ControllerGone):
                 if (job_id := connection.ask(controller, "running", name=name)) is not None:
                     return self._handle(connection, controller, job_id, own=True)
-            except ControllerGone:
-                continue
         return None
 
     def _handle(self, connection: RayConnection, controller: Any, job_id: str, *, own: bool) -> RayJob:

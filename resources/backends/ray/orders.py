@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,14 +92,6 @@ class SentFolder:
         folders.mkdir(parents=True, exist_ok=True)
         local = folders / self.digest
         return local if local.is_dir() else unpack(Package(digest=self.digest, content=fetch()), folders)
-
-    def moved(self, paths: Sequence[str], *, to: Path) -> list[str]:
-        """Returns paths below the folder as paths below `to`; other paths are unchanged."""
-        places = [Path(path) for path in paths]
-        return [
-            str(to / place.relative_to(self.path)) if place.is_relative_to(self.path) else str(place)
-            for place in places
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from resources.backends.processes import argv_of, interpreter_of, start_supervisor, variables_of
+from resources.backends.processes import argv_of, interpreter_of, moved, start_supervisor, variables_of
 from resources.backends.programs.endings import outcome_of_supervised
 from resources.backends.ray.orders import Output, ProcessEnd, ProcessOrder, refusal_text
 from resources.config import TpuConfig
@@ -71,7 +71,8 @@ def run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes])
 def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -> tuple[dict[str, str], dict[str, Any]]:
     job, environment = order.job, order.job.request.environment
     workspace = job.workspace.brought_here(lambda: fetch("workspace"))
-    working_directory, *imports = job.workspace.moved([job.working_directory, *job.imports], to=workspace)
+    paths = map(Path, (job.working_directory, *job.imports))
+    working_directory, *imports = (str(moved(path, job.workspace.path, to=workspace)) for path in paths)
     if not Path(working_directory).is_dir():
         raise BadInput(
             expected=f"the working directory {job.working_directory} on the node, or inside the workspace",

@@ -28,6 +28,7 @@ from resources.backends.processes import (
     existing_folder,
     import_folders,
     interpreter_of,
+    moved,
     variables_of,
     workspace_of,
 )
@@ -226,8 +227,8 @@ class SlurmClient(FolderClient[SlurmJob]):
             local_workspace = workspace_of(environment, backend="on Slurm we run")
             workspace = unpack(package_workspace(local_workspace), self._folder / "workspaces")
             python = interpreter_of(environment, workspace=workspace)
-            imports = [str(_moved(Path(path), local_workspace, to=workspace)) for path in import_folders()]
-            start_in = _moved(
+            imports = [str(moved(Path(path), local_workspace, to=workspace)) for path in import_folders()]
+            start_in = moved(
                 existing_folder(request.working_directory or local_workspace), local_workspace, to=workspace
             )
             start_in.mkdir(parents=True, exist_ok=True)  # empty folders are not in the package
@@ -313,10 +314,6 @@ def client_from_address(host: str, path: str, **options: str) -> SlurmClient:
     if path.strip("/"):
         raise BadInput(expected="slurm://partition", found=f"slurm://{host}{path}", remedy="Correct ASSAY_JOBS.")
     return SlurmClient(Slurm(host, options=options))
-
-
-def _moved(path: Path, folder: Path, *, to: Path) -> Path:
-    return to / path.relative_to(folder) if path.is_relative_to(folder) else path
 
 
 def _named(slurm_id: str) -> str:
