@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -218,6 +218,16 @@ def _living_by_ps() -> dict[int, tuple[int, int]]:
     rows = [line.split() for line in output.splitlines()]
     living = [row for row in rows if len(row) == 4 and not row[3].startswith("Z") and int(row[0]) != ps.pid]
     return {int(pid): (int(parent), int(group)) for pid, parent, group, _ in living}
+
+
+def descendants(*, groups: Set[int] = frozenset(), spared: Callable[[int], bool] = lambda pid: False) -> set[int]:
+    """Returns living descendants of this process, and members of these process groups; none below a spared process."""
+    table = living_processes()
+    family, known = {os.getpid()}, {os.getpid()}
+    while grown := {pid for pid, (parent, group) in table.items() if parent in family or group in groups} - known:
+        known |= grown
+        family |= {pid for pid in grown if not spared(pid)}
+    return family - {os.getpid()}
 
 
 def send_signal(pid: int, number: int) -> None:

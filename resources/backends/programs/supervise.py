@@ -159,17 +159,7 @@ class Supervisor:
 
     def _left(self) -> set[int]:
         self._reap()
-        table = endings.living_processes()
-        family = {os.getpid()}
-        independent: set[int] = set()
-        while grown := (
-            {pid for pid, (parent, group) in table.items() if parent in family or group in self._groups}
-            - family
-            - independent
-        ):
-            independent |= {pid for pid in grown if _supervises_for_itself(pid)}
-            family |= grown - independent
-        return family - {os.getpid()}
+        return endings.descendants(groups=self._groups, spared=_supervises_for_itself)
 
     def _pause(self, seconds: float) -> None:
         ready = endings.wait_for(self._wake_fd, *([0] if self._watches_parent else []), seconds=seconds)

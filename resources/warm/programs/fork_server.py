@@ -176,7 +176,7 @@ class Subreaper:
     def _end_everything(self) -> None:
         deadline = time.monotonic() + _KILL_SECONDS
         while time.monotonic() < deadline:
-            left = _descendants(os.getpid())
+            left = endings.descendants()
             self._reap()  # after the listing: a process that ended before it, and so is not listed, is reaped too
             if not left:
                 return
@@ -227,14 +227,6 @@ def _received(connection: socket.socket, length: int, start: bytes = b"") -> byt
             raise ConnectionError("the requester is gone")
         content += more
     return content
-
-
-def _descendants(ancestor: int) -> set[int]:
-    table = endings.living_processes()
-    family = {ancestor}
-    while grown := {pid for pid, (parent, _) in table.items() if parent in family} - family:
-        family |= grown
-    return family - {ancestor}
 
 
 def _is_of_this_user(connection: socket.socket) -> bool:
