@@ -22,7 +22,7 @@ from resources.backends.iris.states import (
 from resources.backends.programs.iris_records import LEASE, STOP
 from resources.backends.programs.iris_records import NAME as RECORDS
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.jobs import JobDetails, JobStatus, polls
 from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_hosts
 from resources.jobs.waiting import BackendJob, no_such_job
 
@@ -120,15 +120,15 @@ class IrisJob(BackendJob):
 
     def terminate(self) -> None:
         """Ends the job and the jobs submitted inside it, and returns when all their processes have ended."""
-        ids = [self._job_id, *self.request_stop()]
-        deadline = time.monotonic() + self._grace_seconds + _STOP_MARGIN_SECONDS
-        silent = [job_id for job_id in ids if not self._stops_until(deadline, job_id)]
+        running = [self._job_id, *self.request_stop()]
+        for _ in polls(self._grace_seconds + _STOP_MARGIN_SECONDS, longest_seconds=_CONTROLLER_POLL_SECONDS):
+            if not (running := [job_id for job_id in running if not self._has_stopped(job_id)]):
+                break
         if not self.status().finished:
             self._controller.terminate(self._job_id)
-        deadline = time.monotonic() + _CONFIRM_SECONDS
-        for job_id in silent:
-            while not self._is_confirmed(job_id) and time.monotonic() < deadline:
-                time.sleep(_CONTROLLER_POLL_SECONDS)
+        for _ in polls(_CONFIRM_SECONDS, longest_seconds=_CONTROLLER_POLL_SECONDS):
+            if all(map(self._is_confirmed, running)):
+                break
         self.status()
 
     def renew(self) -> bool:
@@ -178,11 +178,6 @@ class IrisJob(BackendJob):
         task = self._controller.tasks(self._job_id)[replica * self._hosts]
         text = self._controller.result(task.task_id, attempt=task.attempt)
         return base64.b64decode(text) if text else None
-
-    def _stops_until(self, deadline: float, job_id: str) -> bool:
-        while not (stopped := self._has_stopped(job_id)) and time.monotonic() < deadline:
-            time.sleep(_CONTROLLER_POLL_SECONDS)
-        return stopped
 
     def _has_stopped(self, job_id: str) -> bool:
         states = self._controller.job_states([job_id])

@@ -62,8 +62,7 @@ class Slurm:
                 found=answer.stderr.strip(),
                 remedy="Ask for less, or correct the partition, account, qos or time in the address.",
             )
-        with self._lock:
-            self._states = (-inf, {})
+        self.forget()
         return answer.stdout.strip().partition(";")[0]
 
     def state(self, slurm_id: str) -> Seen | None:
