@@ -6,10 +6,10 @@ import os
 import secrets
 import stat
 from contextlib import suppress
-from tempfile import NamedTemporaryFile
 
 from resources.errors import StorageError
 from resources.settings import settings, variable
+from resources.storage.files import written_aside
 
 USER_KEY_VARIABLE = "ASSAY_ACTOR_KEY"
 _FEWEST_BYTES = 32
@@ -22,13 +22,9 @@ def user_key() -> bytes:
     path = settings().cache_dir / "actor.key"
     try:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=path.parent, prefix="actor.key.") as fresh:  # others cannot read it
-                fresh.write(secrets.token_urlsafe(32).encode())
-                fresh.flush()
-                os.fsync(fresh.fileno())  # a power cut leaves no empty key
-                with suppress(FileExistsError):  # another process was first: its key holds
-                    os.link(fresh.name, path)
+            key = secrets.token_urlsafe(32).encode()
+            with written_aside(path, key, mode=0o600) as fresh, suppress(FileExistsError):
+                os.link(fresh, path)  # if another process was first, its key holds
         with path.open("rb") as file:
             key, mode = file.read(), stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     except OSError as error:
