@@ -66,8 +66,8 @@ class ActorServer:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._strangers = _Strangers(max(1, min(_MOST_STRANGERS, descriptors // _SHARE_OF_DESCRIPTORS)))
         self._workers = ThreadPoolExecutor(max_concurrency, thread_name_prefix="actor")
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()  # of all `async` methods, which may share locks and connections
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def serve(self, listener: socket.socket) -> None:
         """Accepts callers until the listener is closed; unauthenticated connections cannot end or block it."""
@@ -120,7 +120,7 @@ class ActorServer:
         try:
             value = self._method(frame.method)(*args, **kwargs)
             if inspect.isawaitable(value):
-                value = asyncio.run_coroutine_threadsafe(_awaited(value), self._running_loop()).result()
+                value = asyncio.run_coroutine_threadsafe(_awaited(value), self._loop).result()
         except BaseException as error:  # noqa: BLE001 - any exception of the method belongs to its caller
             return Kind.RAISED, pickle.dumps(raised(error))
         try:
@@ -133,13 +133,6 @@ class ActorServer:
         if name.startswith("_"):
             raise AttributeError(f"{name} is not a public method")
         return getattr(self._actor, name)
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._loop_lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True).start()
-            return self._loop
 
 
 # Connections in the handshake; beyond the limit, the oldest is ended.
