@@ -23,7 +23,7 @@ from pools.config import InferencePoolConfig
 from pools.jobs import Restarts, labelled, placed_with, pool_environment
 from pools.protocol import ReplicaStatus
 from pools.proxy.client import JournalFlags, ProxyAddress, ProxySettings, address_of_job
-from pools.proxy.connections.wire import BACKLOG
+from pools.proxy.connections.wire import standing_socket
 from pools.settings import ProxyKeys
 from resources.config import ResourceConfig
 from resources.errors import BadInput, EngineDied, ProxyFailed
@@ -48,12 +48,6 @@ def check_network(config: InferencePoolConfig, *, is_local: bool) -> None:
         remedy="if the network between the machines keeps strangers out (docs/security.md), say so: --insecure, or "
         "ASSAY_INSECURE=1",
     )
-
-
-def standing_socket(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 takes a free port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
 @contextmanager
@@ -190,13 +184,10 @@ class ProxyProcess:
 
 class _Agent:
     def __init__(self, job: JobHandle, start: int, *, restarts: Restarts) -> None:
-        self.job = job
-        self.start = start
-        self.started_at = time.monotonic()
+        self.take(job, start)
         self.restarts = restarts
         self.given_up: str | None = None
         self.restarting: threading.Thread | None = None
-        self.details = job.details()
         self._looked_at = self.started_at
 
     def look(self) -> bool:

@@ -24,7 +24,7 @@ from pools.proxy.client import ProxyAddress, ProxySettings
 from pools.proxy.connections.reading import Bounds
 from pools.proxy.connections.room import BodyRoom
 from pools.proxy.connections.upstream import Upstream
-from pools.proxy.connections.wire import Listener
+from pools.proxy.connections.wire import Listener, standing_socket
 from pools.proxy.counters import Tally
 from pools.proxy.forwarding import Forwarder
 from pools.proxy.routing import RoutingTable
@@ -68,14 +68,15 @@ async def serve(settings: ProxySettings, keys: ProxyKeys) -> None:
         host = own_address() if settings.host == "auto" else settings.host
         ending.push_async_callback(listener.close, SHUTDOWN_GRACE_SECONDS)
         try:
-            listening = _borrowed(settings.lender) if settings.lender is not None else None
-            host, port = await listener.start(host, settings.port, listening=listening)
+            listening = _borrowed(settings.lender) if settings.lender else standing_socket(host, settings.port)
         except OSError as error:
             raise ProxyFailed(
                 expected=f"to listen on {host}:{settings.port}",
                 found=str(error),
                 remedy="set the proxy's port to 0 for a free port, or its host to an address of this machine",
             ) from error
+        host, port, *_ = listening.getsockname()
+        await listener.start(listening)
         announce(ProxyAddress(host=host, port=port, pid=os.getpid()).model_dump_json())
         gc.freeze()
         gc.set_threshold(_GARBAGE_THRESHOLD)

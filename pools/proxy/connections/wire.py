@@ -20,7 +20,7 @@ from typing import cast
 from pools.proxy.connections.messages import Application, ClientGone, Header, Refusal, Reply, Request
 from pools.proxy.connections.reading import BETWEEN, BODY, HEAD, NOTHING, Bounds, RequestReader, Turn
 
-BACKLOG = 4096
+_BACKLOG = 4096
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 64 * 2**20
 _JOINED_BYTES = 64 * 2**10  # copying less than this costs less than a second buffer
@@ -295,6 +295,12 @@ def _lines(status: int, headers: Sequence[Header]) -> list[bytes]:
     return lines
 
 
+def standing_socket(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; port 0 takes a free port. Takes a port in TIME_WAIT, which a killed proxy leaves."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+
+
 class Listener:
     """Accepts connections and passes their requests to an application. Use from a single loop."""
 
@@ -305,21 +311,11 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    async def start(self, host: str, port: int, *, listening: socket.socket | None = None) -> tuple[str, int]:
-        """Accepts connections from now on, of `listening` or of a new socket; returns the bound address and port.
-
-        Raises:
-            OSError: the address cannot be listened on.
-        """
+    async def start(self, listening: socket.socket) -> None:
+        """Accepts the connections of a socket from now on, and closes it at the end."""
         loop = asyncio.get_running_loop()
-        # A killed proxy leaves its port in TIME_WAIT; reuse_address takes it nevertheless.
-        if listening is None:
-            self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG, reuse_address=True)
-        else:
-            self._server = await loop.create_server(self._connection, sock=listening, backlog=BACKLOG)
+        self._server = await loop.create_server(self._connection, sock=listening, backlog=_BACKLOG)
         self._look_at_connections()
-        bound, number, *_ = self._server.sockets[0].getsockname()
-        return bound, number
 
     async def close(self, grace_seconds: float) -> None:
         """Stops accepting, and closes every connection; open answers have `grace_seconds` to end."""

@@ -16,8 +16,9 @@ from fakes.pools import InferencePool
 from fakes.proxy import CLIENT_KEY, running_proxy
 from pools.config import InferencePoolConfig
 from pools.jobs import Restarts
-from pools.pool.processes import ProxyProcess, check_network, lent, standing_socket
+from pools.pool.processes import ProxyProcess, check_network, lent
 from pools.proxy.client import ProxyAddress, ProxySettings
+from pools.proxy.connections.wire import standing_socket
 from pools.settings import ProxyKeys
 from resources.errors import BadInput, ProxyFailed
 from resources.jobs.jobs import Command, JobStatus

@@ -17,7 +17,7 @@ from fakes.polling import until
 from fakes.wire import EchoApplication
 from pools.proxy.connections.reading import MAX_HEAD_BYTES, Bounds, RequestReader, Turn
 from pools.proxy.connections.room import PART_BYTES, BodyRoom
-from pools.proxy.connections.wire import Listener
+from pools.proxy.connections.wire import Listener, standing_socket
 
 BOUNDS = Bounds(2**26, head_timeout_seconds=5, idle_timeout_seconds=5)
 POST = b"POST /a HTTP/1.1\r\nHost: x\r\n"
@@ -40,8 +40,9 @@ async def application() -> EchoApplication:
 
 @asynccontextmanager
 async def _listening(application: EchoApplication, bounds: Bounds = BOUNDS) -> AsyncIterator[int]:
-    listener = Listener(application, bounds=bounds)
-    _, port = await listener.start("127.0.0.1", 0)
+    listener, listening = Listener(application, bounds=bounds), standing_socket("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    await listener.start(listening)
     try:
         yield port
     finally:
@@ -475,8 +476,9 @@ async def test_stream_that_fails_has_no_end(port: int) -> None:
 
 async def test_listener_that_closes_finishes_what_is_answered_in_time_and_cancels_the_rest() -> None:
     application = EchoApplication()
-    listener = Listener(application, bounds=BOUNDS)
-    _, port = await listener.start("127.0.0.1", 0)
+    listener, listening = Listener(application, bounds=BOUNDS), standing_socket("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    await listener.start(listening)
     idle_reader, idle = await asyncio.open_connection("127.0.0.1", port)
     idle.write(GET)
     await idle_reader.readuntil(b"\r\n\r\n")
