@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import ssl
 import time
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -171,39 +170,33 @@ class ProxyClient:
     def ask_for(
         self, method: _Method, path: str, *, body: str | None = None, key: str | None = None, wait: float = 0
     ) -> bytes:
+        address = self._address
+        # https takes the certificates of the system, or of SSL_CERT_FILE
+        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        connection = kind(_reachable(address.host, in_url=False), address.port, timeout=self._timeout_seconds + wait)
         content = body.encode() if body is not None else None
-        status, answer = self._ask(method, path, body=content, key=key or self._key, wait=wait)
-        if status != 200:
-            raise ProxyRefused(
-                expected=f"the proxy at {self._address.host}:{self._address.port} to take {method} {path}",
-                found=f"status {status}: {_message(answer)}",
-                remedy="use the keys of this very pool, and what the message says",
-            )
-        return answer
-
-    def _ask(self, method: _Method, path: str, *, body: bytes | None, key: str, wait: float) -> tuple[int, bytes]:
-        host, port = _reachable(self._address.host, in_url=False), self._address.port
-        timeout = self._timeout_seconds + wait
-        if self._address.scheme == "https":  # certificates of the system, or of SSL_CERT_FILE
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        headers = {"Authorization": f"Bearer {key or self._key}", "Content-Type": "application/json"}
         try:
-            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-            connection.request(method, f"{self._address.path}{path}", body=body, headers=headers)
+            connection.request(method, f"{address.path}{path}", body=content, headers=headers)
             reply = connection.getresponse()
-            return reply.status, reply.read()
+            answer = reply.read()
         except (OSError, http.client.HTTPException) as error:
             raise ProxyFailed(
-                expected=f"an answer of the proxy at {self._address.host}:{self._address.port}",
+                expected=f"an answer of the proxy at {address.host}:{address.port}",
                 found=f"{type(error).__name__}: {error}",
-                remedy=f"see whether process {self._address.pid} still runs, and read the end of its log"
-                if self._address.pid
+                remedy=f"see whether process {address.pid} still runs, and read the end of its log"
+                if address.pid
                 else "check that the pool is up, and any proxy or firewall in front of it",
             ) from error
         finally:
             connection.close()
+        if reply.status != 200:
+            raise ProxyRefused(
+                expected=f"the proxy at {address.host}:{address.port} to take {method} {path}",
+                found=f"status {reply.status}: {_message(answer)}",
+                remedy="use the keys of this very pool, and what the message says",
+            )
+        return answer
 
 
 def _reachable(host: str, *, in_url: bool = True) -> str:
