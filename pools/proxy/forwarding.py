@@ -133,7 +133,6 @@ class Forwarder:
         subject = Subject(served.weights or served.digest, served.tokenizer, engine)
         target = asked.target.decode("latin-1")
         claim = journal.claim(question(subject, target, body=asked.body, fields=asked.fields), cell=scope)
-        settled = False
         try:
             if (stored := await claim.replay()) is not None:
                 if not asked.share.hold(len(stored.body)):
@@ -143,23 +142,19 @@ class Forwarder:
                 responder.send(Reply(200, stored.body, ((b"Content-Type", content_type),)))
                 for tally in self._tallies(asked, scope):
                     tally.journal_hits += 1
-                settled = True
                 return 200
             last, digest = await self._forward(asked, responder, scope)
-            body, kept = last.body, False
-            if digest == served.digest and last.facts is not None and body is not None:
+            if digest == served.digest and last.facts is not None and (body := last.body) is not None:
                 await journal.keep(claim, last.content_type, body, facts=last.facts)
-                kept = True
-            status = await _give(last, responder)
-            settled = kept
-            return status
+            else:
+                claim.release()
+            return await _give(last, responder)
         except _InvalidAnswers:
             claim.refuse()
-            settled = True
             raise
-        finally:
-            if not settled:
-                claim.release()
+        except BaseException:
+            claim.release()
+            raise
 
     async def _forward(self, asked: Asked, responder: Responder, scope: CellScope | None) -> tuple[Attempt, str | None]:
         asked.fields = {}  # not needed any more, and they take as much memory as the body

@@ -126,7 +126,7 @@ async def attempt(call: Call, replica: RoutedReplica, asked: Asked, *, responder
         if not chunk:
             return Attempt(RequestOutcome.SERVER_ERROR)
         relay = EventRelay(responder, of_response=asked.target == RESPONSES)
-        relay.begin(call.status, call.headers)
+        responder.begin(call.status, call.headers)  # from now on no other replica can answer
         while chunk:
             await relay.send(chunk)
             chunk = await call.read()
@@ -189,10 +189,6 @@ class EventRelay:
         self._kept: list[bytes] | None = []
         self._kept_bytes = 0
         self.is_done = False
-
-    def begin(self, status: int, headers: Sequence[Header]) -> None:
-        """Sends the status and headers of the engine's answer; from now on no other replica can answer."""
-        self._responder.begin(status, headers)
 
     async def send(self, chunk: bytes) -> None:
         self._keep(chunk)
