@@ -213,12 +213,20 @@ class RoutingTable:
             replica.consecutive_failures = 0
 
     def demand(self) -> dict[str, Demand]:
-        now = self.clock()
+        now, demand = self.clock(), {}
         for model, asked in list(self._asked.items()):
-            quiet = not asked.held and not asked.in_flight
-            if quiet and now - asked.last_active > _REMEMBERED_DEMAND_SECONDS:
+            idle_seconds = 0.0 if asked.held or asked.in_flight else now - asked.last_active
+            if idle_seconds > _REMEMBERED_DEMAND_SECONDS:
                 del self._asked[model]
-        return {model: _demand(asked, now, self.suspects.of(model)) for model, asked in self._asked.items()}
+                continue
+            demand[model] = Demand(
+                held=asked.held,
+                in_flight=asked.in_flight,
+                suspects=self.suspects.of(model),
+                unserved_seconds=now - asked.unserved_since if asked.unserved_since is not None else 0.0,
+                idle_seconds=idle_seconds,
+            )
+        return demand
 
     def status(self) -> tuple[ReplicaStatus, ...]:
         now = self.clock()
@@ -267,17 +275,6 @@ class RoutingTable:
         if asked is None:
             asked = self._asked[model] = _Asked(last_active=self.clock())
         return asked
-
-
-def _demand(asked: _Asked, now: float, suspects: int) -> Demand:
-    open_now = asked.held > 0 or asked.in_flight > 0
-    return Demand(
-        held=asked.held,
-        in_flight=asked.in_flight,
-        suspects=suspects,
-        unserved_seconds=max(0.0, now - asked.unserved_since) if asked.unserved_since is not None else 0.0,
-        idle_seconds=0.0 if open_now else max(0.0, now - asked.last_active),
-    )
 
 
 def _news(announcement: Announcement) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qs
@@ -296,14 +297,10 @@ class ProxyServer:
         self._news = asyncio.Event()
 
     async def _until(self, condition: Callable[[], bool], *, seconds: float, gone: asyncio.Future[None]) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(seconds, _LONGEST_WAIT_SECONDS)
-        while not condition() and not gone.done() and (left := deadline - loop.time()) > 0:
-            try:
-                async with asyncio.timeout(left):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(_LONGEST_WAIT_SECONDS, seconds)):
+                while not condition() and not gone.done():
                     await self._news.wait()
-            except TimeoutError:
-                return
 
     async def _expire(self) -> None:
         loop, lease_seconds, stalled = asyncio.get_running_loop(), self._settings.lease_seconds, 0.0

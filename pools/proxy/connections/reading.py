@@ -16,7 +16,6 @@ MAX_HEAD_BYTES = 64 * 2**10
 BETWEEN, HEAD, BODY, NOTHING = range(4)
 """Part of a request that the next byte belongs to; NOTHING if the connection reads no more."""
 
-_METHODS: dict[bytes, str] = {}
 _MALFORMED = Refusal(400, "The request is not well-formed HTTP/1.1.")
 _HEAD_TOO_LARGE = Refusal(431, f"The request line and headers are larger than {MAX_HEAD_BYTES} bytes.")
 
@@ -190,15 +189,13 @@ class RequestReader:
         ):
             self.refuse(_MALFORMED)
             raise _Stop
-        raw = self._parser.get_method()
-        method = _METHODS.get(raw)
-        if method is None:
-            method = _METHODS[raw] = raw.decode("ascii")  # the parser accepts a few dozen methods
         self.state = BODY
         self._old = version == "1.0"
         self._body = bytearray()
         self._quiet_bytes = 0
-        self._head = Head(method, _path(self._target), _local(self._target), self._headers, first)
+        method, target = self._parser.get_method().decode("ascii"), _local(self._target)
+        path = target.partition(b"?")[0].decode("latin-1")
+        self._head = Head(method, path, target, self._headers, first)
         length = int(first.get(b"content-length", b"0"))
         self._refused = self._refusal_of(self._head)
         if self._refused is None and length > self._max_body_bytes:
@@ -245,10 +242,6 @@ class RequestReader:
 
     def _too_large(self) -> Refusal:
         return Refusal(413, f"The body is larger than {self._max_body_bytes} bytes.")
-
-
-def _path(target: bytes) -> str:
-    return _local(target).partition(b"?")[0].decode("latin-1")
 
 
 def _local(target: bytes) -> bytes:
