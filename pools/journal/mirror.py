@@ -41,7 +41,6 @@ SEGMENT_BYTES = 8 * 2**20
 
 LARGEST_ROW_BYTES = LARGEST_BYTES // 2
 """Largest row of a segment, as stored body plus request: in base64 they take a third more."""
-_GZIP = 31  # zlib's window size with a gzip header
 _BLOBS = ("key", "checksum", "body", "request")
 _KINDS = get_type_hints(Row)
 _LARGEST_INTEGER = 2**63 - 1
@@ -138,11 +137,8 @@ class SegmentCut(Exception):
 
 def encoded(rows: Iterable[Row]) -> bytes:
     """Returns a segment: gzip of a line with the schema's version and a line for each row, blobs in base64."""
-    stream = zlib.compressobj(1, zlib.DEFLATED, _GZIP)
-    parts = [stream.compress(orjson.dumps({"schema": SCHEMA_VERSION}, option=orjson.OPT_APPEND_NEWLINE))]
-    parts.extend(stream.compress(_line(row)) for row in rows)
-    parts.append(stream.flush())
-    return b"".join(parts)
+    first = orjson.dumps({"schema": SCHEMA_VERSION}, option=orjson.OPT_APPEND_NEWLINE)
+    return gzip.compress(b"".join([first, *map(_line, rows)]), compresslevel=1, mtime=0)
 
 
 def decoded(content: bytes) -> Iterator[Row]:

@@ -168,19 +168,13 @@ def _version(connection: sqlite3.Connection) -> int:
 def _create(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    with writing(connection):
         if _version(connection) == 0:  # else another process was faster
             if connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
                 raise OtherVersion("a database of something else")
             for statement in _STATEMENTS:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _patiently(act: Callable[[], None], *, wait_seconds: float) -> None:
@@ -226,10 +220,11 @@ def writing(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
+        connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # SQLite ends some by itself, as on a full disk
+            connection.execute("ROLLBACK")
         raise
-    connection.execute("COMMIT")
     time.sleep(PAUSE_SECONDS)
 
 
