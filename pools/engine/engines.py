@@ -46,6 +46,9 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # The checkpoint is a local folder: nothing to download.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
     # The reload endpoints; the engine listens on loopback only, and its middleware requires a key.
     "VLLM_SERVER_DEV_MODE": "1",
     # Stop strings per request; vLLM's default is 4, and benchmarks have five and more.
@@ -215,19 +218,17 @@ def interpreter_arguments(program: Path | None) -> tuple[str, ...]:
 
 
 def engine_variables(
-    device: EngineDevice, *, cache: Path, cpu: int, offline: bool, kwargs: Mapping[str, Any] | None = None
+    device: EngineDevice, *, cache: Path, cpu: int, kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
     """Returns the environment variables of an engine server.
 
     `cache` is a folder for compiled and inspected artifacts, kept between starts. 1 of the replica's `cpu` cores is
-    left to the server. An `offline` engine sends no requests to a hub.
+    left to the server. No engine sends requests to a hub.
     """
     ours = {"PYTHONPATH": os.pathsep.join(map(str, (_PROGRAMS, *([PLACEHOLDERS] if device == "cpu" else []))))}
     variables = {**ENGINES[device].variables, **ours, **_cache_variables(device, cache, kwargs or {})}
     if device == "cpu":
         variables["OMP_NUM_THREADS"] = str(max(1, cpu - 1))
-    if offline:
-        variables.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
     if len(gettempdir()) > _LONGEST_SOCKET_FOLDER:  # e.g. a job's folder on Iris
         variables["VLLM_RPC_BASE_PATH"] = "/tmp"
     return variables

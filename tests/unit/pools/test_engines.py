@@ -136,11 +136,11 @@ def test_tpu_engine_keeps_its_workers_in_a_single_host() -> None:
 
 
 def test_variables_keep_caches_and_stay_off_the_hub() -> None:
-    variables = engine_variables("cpu", cache=Path("/cache/x"), cpu=4, offline=True)
+    variables = engine_variables("cpu", cache=Path("/cache/x"), cpu=4)
     assert variables["VLLM_CACHE_ROOT"] == "/cache/x"
     assert variables["HF_HUB_OFFLINE"] == "1"
     assert variables["OMP_NUM_THREADS"] == "3"
-    assert engine_variables("cpu", cache=Path("/c"), cpu=1, offline=False)["OMP_NUM_THREADS"] == "1"
+    assert engine_variables("cpu", cache=Path("/c"), cpu=1)["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize(("length", "sockets"), [(70, None), (71, "/tmp")])
@@ -148,14 +148,14 @@ def test_engine_with_a_long_temporary_folder_puts_its_sockets_elsewhere(
     length: int, sockets: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/tmp/".ljust(length, "x"))
-    variables = engine_variables("cpu", cache=Path("/c"), cpu=1, offline=False)
+    variables = engine_variables("cpu", cache=Path("/c"), cpu=1)
     assert variables.get("VLLM_RPC_BASE_PATH") == sockets
 
 
 @pytest.mark.parametrize("device", ["cuda", "tpu"])
 def test_compile_caches_lie_apart_by_engine_arguments(device: Any) -> None:
     def variables(**kwargs: Any) -> dict[str, str]:
-        return engine_variables(device, cache=Path("/cache/build"), cpu=4, offline=True, kwargs=kwargs)
+        return engine_variables(device, cache=Path("/cache/build"), cpu=4, kwargs=kwargs)
 
     def folders(**kwargs: Any) -> dict[str, str]:
         environment = variables(**kwargs)
@@ -172,9 +172,7 @@ def test_compile_caches_lie_apart_by_engine_arguments(device: Any) -> None:
 
 def test_cpu_engines_share_an_architecture_cache_for_all_arguments() -> None:
     roots = {
-        engine_variables("cpu", cache=Path("/c"), cpu=1, offline=True, kwargs={"max_model_len": length})[
-            "VLLM_CACHE_ROOT"
-        ]
+        engine_variables("cpu", cache=Path("/c"), cpu=1, kwargs={"max_model_len": length})["VLLM_CACHE_ROOT"]
         for length in (1, 2)
     }
     assert roots == {"/c"}
