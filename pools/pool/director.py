@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pools.protocol import Demand
 
@@ -63,9 +63,7 @@ class _Seats:
     demand: Mapping[str, Demand]
     wants: frozenset[str]
     patience: Patience
-
-    def __post_init__(self) -> None:
-        self._changed: set[str] = set()
+    _changed: set[str] = field(default_factory=set)
 
     def serves(self, model: str) -> bool:
         return model in self.orders.values()

@@ -202,8 +202,8 @@ def list_kept() -> list[KeptPoolState]:
 
 def take_down(name: str) -> KeptPool:
     """Ends a kept pool with all its processes, even if it is in use; needs access to its backend."""
-    pool, job = require(name), job_of(name)
-    if job is not None:
+    pool = require(name)
+    if (job := _job_of(pool)) is not None:
         job.terminate()
     published = published_as(name)
     if published is not None and published.pool.job_id == pool.job_id:

@@ -69,19 +69,18 @@ class LoadLog:
         """Processes newly reported loads and deaths; `suspected` has digests with requests in flight at two deaths."""
         replicas = list(replicas)
         for replica in replicas:
-            if replica.announcement.restarts > self._engine_starts.get(replica.announcement.instance, 0):
-                error = f" ({replica.announcement.last_death})" if replica.announcement.last_death else ""
+            announced, instance = replica.announcement, replica.announcement.instance
+            if announced.restarts > self._engine_starts.get(instance, 0):
+                error = f" ({announced.last_death})" if announced.last_death else ""
                 self._on_event(f"the engine of {replica.name} died, or hung, and is started again{error}")
-                self._engine_starts[replica.announcement.instance] = replica.announcement.restarts
-            for digest, count in replica.announcement.deaths.items():
-                seen = self._deaths_seen[replica.announcement.instance, digest]
-                self._deaths_seen[replica.announcement.instance, digest] = count
+                self._engine_starts[instance] = announced.restarts
+            for digest, count in announced.deaths.items():
+                seen = self._deaths_seen[instance, digest]
+                self._deaths_seen[instance, digest] = count
                 for _ in range(seen, count):
-                    self._died(
-                        digest, replica.announcement.last_death or "no error in its log", suspected=digest in suspected
-                    )
-            for load in replica.announcement.loads:
-                report = (replica.name, replica.announcement.instance, load.number)
+                    self._died(digest, announced.last_death or "no error in its log", suspected=digest in suspected)
+            for load in announced.loads:
+                report = (replica.name, instance, load.number)
                 if report in self._seen:
                     continue
                 self._seen.add(report)

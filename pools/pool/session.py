@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -74,19 +75,10 @@ class PoolSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the lease; safe to call twice, and when the pool is gone."""
-        if self._closing.is_set():
-            return
         self._closing.set()
-        if self._renewer.is_alive():
-            self._renewer.join()
-        try:
+        self._renewer.join()
+        with suppress(ProxyFailed):  # the pool is gone, or its lease runs out by itself
             self._proxy.end_lease(self._name)
-        except ProxyFailed:
-            return  # the lease expires by itself
 
     def bring(self, checkpoints: Sequence[Servable]) -> None:
         """Adds checkpoints under names that are not in use yet; they may be requested from now on."""

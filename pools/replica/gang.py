@@ -141,10 +141,8 @@ class Gang:
     def end_parts(self) -> None:
         """Orders the other hosts to end their parts, and waits until all have ended or are lost."""
         self._want(part=0)
-        while True:
-            with self._changed:
-                if self._stopped or self.lost or not any(state.part for state in self._states.values()):
-                    return
+        with self._changed:
+            while any(state.part for state in self._states.values()) and not (self._stopped or self.lost):
                 self._changed.wait(1.0)
 
     @property
@@ -159,10 +157,8 @@ class Gang:
         self._want(stop=True)
         if self._door is None:
             return
-        deadline = time.monotonic() + _GOODBYE_SECONDS
         with self._changed:
-            while self._heard and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
+            self._changed.wait_for(lambda: not self._heard, _GOODBYE_SECONDS)
         self._door.close()
 
     def _want(self, **fields: object) -> HostOrders:
