@@ -9,7 +9,7 @@ import asyncio
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -110,13 +110,13 @@ class Database:
         self._give_up_at = 0.0
         self._connect(wait_seconds=BUSY_SECONDS)  # other processes may be creating it
 
-    def fetch(self, sql: str, parameters: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Returns the first row of a query by a key, the first parameter; None also if it cannot be read."""
+    def fetch(self, sql: str, parameters: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Returns the first row of a query by a `key`; None also if it cannot be read."""
         if self._connection is None and not self._reconnected():
             return None
         assert self._connection is not None
         try:
-            if not self._keys.may_hold(parameters[0]):
+            if not self._keys.may_hold(parameters["key"]):
                 return None
             return self._connection.execute(sql, parameters).fetchone()
         except schema.ERRORS as error:
@@ -221,7 +221,6 @@ class Database:
         if self._resume_at:
             if time.monotonic() < self._resume_at:
                 return False
-            self._resume_at = 0.0
             self._disconnect()
         return self._connection is not None or self._reconnected()
 

@@ -29,10 +29,10 @@ from pools.protocol import JournalStatus
 _LARGE_BYTES = 32 * 1024
 """Larger bodies are compressed in a thread: they would block the loop for a third of a millisecond."""
 
-_SELECT = f"SELECT id, {COLUMNS} FROM answers WHERE key = ?"
+_SELECT = f"SELECT id, {COLUMNS} FROM answers WHERE key = :key"
 _SELECT_DETERMINISTIC = f"{_SELECT} AND deterministic = 1 AND imported = 0"
-_SELECT_IMPORTED = f"{_SELECT} AND cell = ? AND deterministic = 1 AND imported = 1"
-_SELECT_SAMPLED = f"{_SELECT} AND cell = ? AND occurrence = ? AND deterministic = 0"
+_SELECT_IMPORTED = f"{_SELECT} AND cell = :cell AND deterministic = 1 AND imported = 1"
+_SELECT_SAMPLED = f"{_SELECT} AND cell = :cell AND occurrence = :occurrence AND deterministic = 0"
 _DELETE_ROW = "DELETE FROM answers WHERE id = ?"
 _REPLAYED = "INSERT OR IGNORE INTO replays VALUES (?, ?, ?, ?)"
 _NOT_REPLAYED = "DELETE FROM replays WHERE cell = ? AND attempt = ? AND key = ? AND occurrence = ?"
@@ -152,15 +152,12 @@ class Journal:
         occurrence = 0
         stored = None
         if question.deterministic:
-            stored = self._stored(question, _SELECT_DETERMINISTIC, (question.key,))
+            stored = self._stored(question, _SELECT_DETERMINISTIC)
             if stored is None and attempt is not None:
-                place = (question.key, attempt.scope.cell)
-                stored = self._stored(question, _SELECT_IMPORTED, place, cell=attempt.scope.cell)
+                stored = self._stored(question, _SELECT_IMPORTED, cell=attempt.scope.cell)
         elif attempt is not None:
             occurrence = attempt.take(question.key)
-            scope = attempt.scope
-            place = (question.key, scope.cell, occurrence)
-            stored = self._stored(question, _SELECT_SAMPLED, place, cell=scope.cell, occurrence=occurrence)
+            stored = self._stored(question, _SELECT_SAMPLED, cell=attempt.scope.cell, occurrence=occurrence)
         return Claim(question, self._database, attempt, occurrence, stored)
 
     async def keep(self, claim: Claim, content_type: str, body: bytes, *, facts: AnswerFacts) -> None:
@@ -192,15 +189,9 @@ class Journal:
         self._database.close()
 
     def _stored(
-        self,
-        question: Question,
-        sql: str,
-        parameters: tuple[bytes | str | int, ...],
-        *,
-        cell: str | None = None,
-        occurrence: int = 0,
+        self, question: Question, sql: str, *, cell: str | None = None, occurrence: int = 0
     ) -> StoredAnswer | None:
-        columns = self._database.fetch(sql, parameters)
+        columns = self._database.fetch(sql, {"key": question.key, "cell": cell, "occurrence": occurrence})
         if columns is None:
             return None
         number, *values = columns
