@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -65,8 +66,7 @@ def deploy(
     planned = PolicyDeployment(load_config(policy, Policy), policy, work_pool, interval, cron, on_event)
     changes = deploy_policy(planned, silent_after=duration(silent_after), dry_run=dry_run)
     if as_json:
-        keys = ("kind", "name", "action", "differs")
-        print_json([{key: getattr(change, key) for key in keys} for change in changes])
+        print_json([asdict(change) for change in changes])
         return
     words = {} if dry_run else _DONE
     rows = [(each.kind, each.name, words.get(each.action, each.action), ", ".join(each.differs)) for each in changes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from flows.console.live import live_view
@@ -123,7 +124,7 @@ def run_demo(folder: Path) -> SeriesResult:
         records_at=request.evaluation_path,
         questions_page=questions,
     )
-    return SeriesResult(result.records, result.evaluated, result.already_recorded, page, result.error)
+    return replace(result, report=page)
 
 
 def next_steps(folder: Path) -> str:

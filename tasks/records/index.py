@@ -21,7 +21,6 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +32,7 @@ from resources.errors import IrregularFile, StorageError
 from resources.storage import storage
 from resources.storage.regular_files import leads_out
 from resources.storage.storage import FileInfo
-from tasks.records.record import RECORD_NAME, Record, read_record
+from tasks.records.record import RECORD_NAME, Record, records_or_reasons
 from tasks.records.usage import IndexedRecord, MonthSpent, Sums, Typical, Work, summed, usage_of
 from tasks.spec.labels import place_in
 
@@ -45,7 +44,6 @@ _TRUSTED_PER_SECOND = 20.0
 _WORTH_TRUSTING_SECONDS = 1.0
 _TRUSTED_AT_MOST_SECONDS = 300.0  # limits the error if the clock is set during a long comparison
 _NEWS_KEPT_SECONDS = 3600.0  # longer than any reader needs from reading to writing the index
-_READ_AT_ONCE = 16
 _REASON_CHARACTERS = 300
 _NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
@@ -308,11 +306,5 @@ def _subfolders(path: str) -> list[str]:
 
 
 def _rows(run_folder: str, cells: Sequence[str]) -> list[IndexedRecord]:
-    def read(cell: str) -> IndexedRecord | None:
-        record = read_record(f"{run_folder.rstrip('/')}/{cell}")
-        return row_of(cell, record) if record is not None else None
-
-    if storage.is_local(run_folder):
-        return [row for row in map(read, cells) if row is not None]
-    with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
-        return [row for row in threads.map(read, cells) if row is not None]
+    read = records_or_reasons([f"{run_folder.rstrip('/')}/{cell}" for cell in cells])
+    return [row_of(cell, record) for cell, record in zip(cells, read, strict=True) if isinstance(record, Record)]

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -200,6 +200,15 @@ def record_or_reason(cell_uri: str) -> Record | str | None:
         return None
 
 
+def records_or_reasons(cells: Sequence[str]) -> Iterator[Record | str | None]:
+    """Yields `record_or_reason` of each of some cells; reads several at once from an object store."""
+    if not cells or storage.is_local(cells[0]):
+        yield from map(record_or_reason, cells)
+        return
+    with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
+        yield from threads.map(record_or_reason, cells)
+
+
 def _read_in(content: bytes, cell_uri: str) -> Record | str:
     try:
         record = Record.model_validate_json(content)
@@ -331,12 +340,7 @@ def find_records(evaluation_path: str, *, rejected: dict[str, str] | None = None
         for file in storage.list_files(evaluation_path)
         if storage.basename(file.uri) == RECORD_NAME and not file.uri.startswith(aside)
     ]
-    if storage.is_local(evaluation_path):
-        read: Iterable[Record | str | None] = map(record_or_reason, cells)
-    else:
-        with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
-            read = list(threads.map(record_or_reason, cells))
-    both = list(zip(cells, read, strict=True))
+    both = list(zip(cells, records_or_reasons(cells), strict=True))
     entries = [FoundRecord(cell, record) for cell, record in both if isinstance(record, Record)]
     if rejected is not None:
         rejected |= {cell: reason for cell, reason in both if isinstance(reason, str)}

@@ -29,7 +29,8 @@ def chart_of(
     curves = []
     changed = {(change.run, change.step): change for change in results.build_changes(column)}
     known = frozenset(acknowledged)
-    alerts = {(alert.run, alert.step): alert.id in known for alert in results.alerts_of(column)}
+    fallen = (drop.alert for drop in results.drops_of(column))
+    alerts = {(alert.run, alert.step): alert.id in known for alert in fallen}
     noises = wavering(results, column)
     for run in results.runs:
         means = last_means(results, column, run, noises)

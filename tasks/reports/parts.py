@@ -20,8 +20,8 @@ from tasks.reports.table import Column, Results
 from tasks.reports.texts import judge_of, links_of
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many, in_few_words, suites_in
-from tasks.verdicts.alert_files import read_acknowledgements
-from tasks.verdicts.alerts import Alert, QuestionName, improvements
+from tasks.verdicts.alert_files import read_alerts
+from tasks.verdicts.alerts import Alert, Drop, QuestionName, improvements
 from tasks.verdicts.statistics.composition import QuestionScores
 
 _NOTES = {
@@ -233,9 +233,9 @@ def alert_parts(
     scores = QuestionScores()
     words = acknowledged or {}
     parts = [
-        AlertPart(alert, results.named(column), _lost(alert, results, scores, records_at), words.get(alert.id))
+        AlertPart(drop.alert, results.named(column), _lost(drop, scores, records_at), words.get(drop.alert.id))
         for column in results.columns
-        for alert in results.alerts_of(column)
+        for drop in results.drops_of(column)
     ]
     return sorted(parts, key=lambda part: (part.acknowledged is not None, -part.alert.step))
 
@@ -243,9 +243,10 @@ def alert_parts(
 def words_of_acknowledgements(records: Sequence[Record], *, records_at: str) -> dict[str, str]:
     """Returns the comments of acknowledged alerts by alert id; lists files once per run."""
     return {
-        key: word.words
+        key: known.acknowledged.words
         for run in dict.fromkeys(record.checkpoint.run for record in records)
-        for key, word in read_acknowledgements(storage.join(records_at, run)).items()
+        for key, known in read_alerts(storage.join(records_at, run)).items()
+        if known.acknowledged is not None
     }
 
 
@@ -253,7 +254,7 @@ def alert_lines(results: Results, column: Column) -> list[str]:
     """Returns a line per alert of a column."""
     return [
         f"Alert: {results.named(column)} of {alert.run} at step {alert.step:,}: {_numbers(alert)}"
-        for alert in results.alerts_of(column)
+        for alert in (drop.alert for drop in results.drops_of(column))
     ]
 
 
@@ -263,27 +264,19 @@ def _numbers(alert: Alert) -> str:
     return f"expected {expected}, found {value} ({sign}{measured(abs(alert.found - alert.expected))})"
 
 
-def _lost(alert: Alert, results: Results, scores: QuestionScores, records_at: str | None) -> LostQuestions | str:
+def _lost(drop: Drop, scores: QuestionScores, records_at: str | None) -> LostQuestions | str:
     if records_at is None:
         return "it is not known where their samples lie"
-    before, after = (_record_at(alert, results, step, records_at) for step in (alert.before, alert.step))
     try:
-        changes = improvements(alert, before, after, scores=scores)
+        changes = improvements(drop, evaluation_path=records_at, scores=scores)
         if isinstance(changes, str):
             return changes
         lost = sorted(changes, key=lambda name: (changes[name], *name))[: sum(c < 0 for c in changes.values())]
         won = sum(change > 0 for change in changes.values())
-        return LostQuestions(len(lost), won, len(changes), _with_prompts(lost[:_SHOWN_QUESTIONS], after))
+        shown = _with_prompts(lost[:_SHOWN_QUESTIONS], found_below(records_at, drop.record))
+        return LostQuestions(len(lost), won, len(changes), shown)
     except StorageError as error:
         return error.found
-
-
-def _record_at(alert: Alert, results: Results, step: int, records_at: str) -> FoundRecord:
-    [column] = [column for column in results.columns if alert in results.alerts_of(column)]
-    checkpoints = [checkpoint for checkpoint in results.steps_of(alert.run) if checkpoint.step == step]
-    outcome = results.outcome(checkpoints[-1], column)
-    assert outcome is not None
-    return found_below(records_at, outcome.record)
 
 
 def _with_prompts(names: Sequence[QuestionName], entry: FoundRecord) -> tuple[tuple[str, str], ...]:

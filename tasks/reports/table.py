@@ -20,7 +20,7 @@ from tasks.records.search import RecordFilter
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.labels import Order
 from tasks.spec.names import how_many, in_few_words
-from tasks.verdicts.alerts import Alert, alerts_in
+from tasks.verdicts.alerts import Drop, drops_in
 from tasks.verdicts.statistics.intervals import difference_interval
 
 
@@ -170,12 +170,13 @@ class Results:
         return None
 
     @cached_property
-    def alerts(self) -> list[Alert]:
-        return alerts_in(self.records, qualifications=self._qualifications)
+    def drops(self) -> list[Drop]:
+        return drops_in(self.records, qualifications=self._qualifications)
 
-    def alerts_of(self, column: Column) -> list[Alert]:
+    def drops_of(self, column: Column) -> list[Drop]:
         key = (column.evaluator, column.benchmark, column.metric, column.evaluation_hash)
-        return [a for a in self.alerts if (a.evaluator, a.benchmark, a.metric, a.evaluation_hash) == key]
+        alerts = ((drop, drop.alert) for drop in self.drops)
+        return [drop for drop, a in alerts if (a.evaluator, a.benchmark, a.metric, a.evaluation_hash) == key]
 
     def build_changes(self, column: Column) -> list[BuildChange]:
         if column not in self._build_changes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -18,10 +17,9 @@ from tasks.errors import PrefectUnavailable
 from tasks.prefect_server.client import send_events, server_address, server_answers
 from tasks.prefect_server.lazy import flow_run_id
 from tasks.records.builds import read_qualifications
-from tasks.records.current import told_apart
-from tasks.records.record import FoundRecord, find_records, now
+from tasks.records.record import Record, now, read_records
 from tasks.verdicts.alert_files import KnownAlert, alerts_on_file, forget, take_untold, write_first
-from tasks.verdicts.alerts import Alert, acknowledging, alerts_in, improvements, sentence, title
+from tasks.verdicts.alerts import Alert, acknowledging, drops_in, improvements, sentence, title
 from tasks.verdicts.statistics.composition import QuestionScores
 
 # Age of a record that is still announced if an earlier pass wrote it, which may have died before it found the alert.
@@ -33,7 +31,7 @@ class News:
     """An alert to announce, with its record and the number of questions lost, if known."""
 
     known: KnownAlert
-    record: FoundRecord
+    record: Record
     lost_questions: int | None
 
 
@@ -44,48 +42,31 @@ def find_news(run_folder: str, *, since: datetime) -> list[News]:
     in runs that were evaluated long ago, and earlier alerts when many checkpoints are evaluated at once, are only
     listed. Of several concurrent passes, a single pass finds each alert.
     """
-    records = find_records(run_folder)
-    qualifications = read_qualifications(storage.parent(run_folder))
-    alerts = alerts_in([found_record.record for found_record in records], qualifications=qualifications)
-    latest = {_curve(alert): alert.id for alert in sorted(alerts, key=lambda alert: alert.step)}
+    records, evaluation_path = read_records(run_folder), storage.parent(run_folder)
+    qualifications = read_qualifications(evaluation_path)
+    drops = drops_in(records, qualifications=qualifications)
+    latest = {_curve(drop.alert): drop.alert.id for drop in sorted(drops, key=lambda drop: drop.alert.step)}
     known = alerts_on_file(run_folder)
-    apart = told_apart([found_record.record.checkpoint for found_record in records])
-    by_run: dict[str, list[FoundRecord]] = defaultdict(list)
-    for found_record in records:
-        by_run[apart(found_record.record.checkpoint).run].append(found_record)
     scores = QuestionScores()
     news: list[News] = []
-    for alert in (alert for alert in alerts if alert.id not in known):
-        record = _record_at(alert.step, alert, by_run[alert.run])
+    for drop in (drop for drop in drops if drop.alert.id not in known):
+        alert = drop.alert
         is_latest = alert.id == latest[_curve(alert)]
-        is_recent = record.record.created >= min(since, now() - _RECENT)
+        is_recent = drop.record.created >= min(since, now() - _RECENT)
         is_news = take_untold(run_folder, alert) or (is_latest and is_recent)
         known_alert = KnownAlert(alert=alert, found_at=time.time(), announced=is_news)
         if write_first(run_folder, known_alert) and is_news:
-            before = _record_at(alert.before, alert, by_run[alert.run])
             try:
-                changes = improvements(alert, before, record, scores=scores)
+                changes = improvements(drop, evaluation_path=evaluation_path, scores=scores)
             except StorageError as error:  # the alert is announced without the number of questions
                 changes = error.found
             lost = None if isinstance(changes, str) else sum(change < 0 for change in changes.values())
-            news.append(News(known_alert, record, lost))
+            news.append(News(known_alert, drop.record, lost))
     return news
 
 
 def _curve(alert: Alert) -> tuple[str, ...]:
     return alert.run, alert.evaluator, alert.evaluation_hash, alert.benchmark, alert.metric
-
-
-def _record_at(step: int, alert: Alert, records: Sequence[FoundRecord]) -> FoundRecord:
-    own = (
-        candidate
-        for candidate in records
-        if candidate.record.checkpoint.label is None
-        and candidate.record.checkpoint.step == step
-        and (candidate.record.evaluator, candidate.record.evaluation_hash) == (alert.evaluator, alert.evaluation_hash)
-        and any((m.benchmark, m.name) == (alert.benchmark, alert.metric) for m in candidate.record.metrics)
-    )
-    return max(own, key=lambda candidate: candidate.record.created)
 
 
 ALERT_RAISED = "alert.raised"
@@ -123,7 +104,7 @@ def event_of(news: News, *, run_folder: str, report: str) -> Event:
         "assay.run": alert.run,
         "assay.step": str(alert.step),
     }
-    record = news.record.record
+    record = news.record
     policies = [tag.removeprefix(_POLICY_TAG) for tag in record.tags if tag.startswith(_POLICY_TAG)]
     related = [
         _related("checkpoint", with_each_location(record.checkpoint.uri, storage.absolute), alert.checkpoint),

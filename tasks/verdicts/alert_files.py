@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -76,11 +76,6 @@ def read_alerts(run_folder: str) -> dict[str, KnownAlert]:
     """Returns the alerts of a run that have a file, by id; 1 listing, and a read per alert. Raises StorageError."""
     read = [read_model(uri, KnownAlert) for uri in _files(run_folder)]
     return {known.alert.id: known for known in read if known is not None}
-
-
-def read_acknowledgements(run_folder: str) -> Mapping[str, Acknowledgement]:
-    """Returns the acknowledgements of a run's alerts by alert id; open alerts have none."""
-    return {key: known.acknowledged for key, known in read_alerts(run_folder).items() if known.acknowledged}
 
 
 def write_first(run_folder: str, known: KnownAlert, *, sleep: Callable[[float], None] = time.sleep) -> bool:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from tasks.records.builds import Qualification, build_changes
 from tasks.records.current import current_records, merged_by, sharing_no_input, told_apart
 from tasks.records.details import CheckpointReference
-from tasks.records.record import FoundRecord, Metric, Record
+from tasks.records.record import Metric, Record
+from tasks.records.search import found_below
 from tasks.verdicts.statistics.alarms import CHECKPOINTS_BETWEEN_FALSE_ALARMS, FEWEST_BEFORE, Score, alarms
 from tasks.verdicts.statistics.composition import QuestionScores
 from tasks.verdicts.statistics.intervals import quantile
@@ -69,24 +70,31 @@ class Alert:
         return self.expected - self.found if self.higher_is_better else self.found - self.expected
 
 
+class Drop(NamedTuple):
+    """An alert, with the records of its checkpoint and of the last checkpoint at the level before."""
+
+    alert: Alert
+    record: Record
+    before: Record
+
+
 class _Value(NamedTuple):
     record: Record
     metric: Metric
 
 
-def alerts_in(
-    records: Sequence[Record],
-    *,
-    qualifications: Sequence[Qualification] = (),
-    checkpoints_between_false_alarms: int = CHECKPOINTS_BETWEEN_FALSE_ALARMS,
-) -> list[Alert]:
-    """Returns the alerts of records, by run and step; a deterministic function of the records.
+def alerts_in(records: Sequence[Record], *, qualifications: Sequence[Qualification] = ()) -> list[Alert]:
+    """Returns the alerts of records, as `drops_in`."""
+    return [drop.alert for drop in drops_in(records, qualifications=qualifications)]
+
+
+def drops_in(records: Sequence[Record], *, qualifications: Sequence[Qualification] = ()) -> list[Drop]:
+    """Returns the alerts of records with these, by run and step; a deterministic function of the records.
 
     Each metric with a direction has a series per run and evaluation hash; parts of a group have none if the group has.
     Checkpoints with a label are in none. A change of versions without a qualification ends a series and starts the
     next. Merged checkpoints have series of their own, restricted to checkpoints that share no input, since the scores
     of overlapping averages move together. Of several records for the same cell, the newest counts.
-    `checkpoints_between_false_alarms` is the mean distance of two false alarms over all curves of a run together.
     """
     apart = told_apart([record.checkpoint for record in records])
     runs: dict[str, dict[tuple[int, str], CheckpointReference]] = defaultdict(dict)
@@ -101,12 +109,12 @@ def alerts_in(
             series = _Series(checkpoint.run, record.evaluator, metric.benchmark, metric.name, record.evaluation_hash)
             values_by_run[checkpoint.run][series][place] = _Value(record, metric)
             runs[checkpoint.run][place] = checkpoint
-    alerts: list[Alert] = []
+    drops: list[Drop] = []
     for run, checkpoints in runs.items():
         in_order = dict(sorted(checkpoints.items()))
         of_run = {series: _sharing_no_input(in_order, values) for series, values in values_by_run[run].items()}
-        alerts += _of_run(in_order, of_run, qualifications, checkpoints_between_false_alarms)
-    return alerts
+        drops += _of_run(in_order, of_run, qualifications)
+    return drops
 
 
 def _sharing_no_input(
@@ -134,34 +142,34 @@ def _of_run(
     checkpoints: dict[tuple[int, str], CheckpointReference],
     values_by_series: dict[_Series, dict[tuple[int, str], _Value]],
     qualifications: Sequence[Qualification],
-    distance: int,
-) -> list[Alert]:
+) -> list[Drop]:
     long = {series: values for series, values in values_by_series.items() if len(values) > FEWEST_BEFORE}
     scores = [_scores(checkpoints, series, values, qualifications) for series, values in long.items()]
-    alerts: list[tuple[int, Alert]] = []
+    drops: list[tuple[int, Drop]] = []
     places = list(checkpoints)
-    for (series, values), turned, ringing in zip(long.items(), scores, alarms(scores, distance=distance), strict=True):
+    for (series, values), turned, ringing in zip(long.items(), scores, alarms(scores), strict=True):
         for alarm in ringing:
             record, metric = values[places[alarm.at]]
             sign = _sign(metric)
-            earlier = [place for place in range(alarm.since) if turned[place] is not None]
+            before = next(place for place in places[alarm.since - 1 :: -1] if place in values)
             noise = training_noise(_pieces(places, turned[: alarm.since]))
-            alerts.append((alarm.at, Alert(
+            alert = Alert(
                 id=hashlib.sha256("\0".join((*series, record.checkpoint.digest)).encode()).hexdigest()[:_ID_CHARACTERS],
                 **series._asdict(),
                 checkpoint=places[alarm.at][1],
                 step=places[alarm.at][0],
                 since=places[alarm.since][0],
-                before=places[earlier[-1]][0],
+                before=before[0],
                 expected=sign * alarm.expected,
                 found=metric.value,
                 question_noise=metric.stderr,
                 training_noise=noise.stddev if noise else None,
-                checkpoints_between_false_alarms=distance,
+                checkpoints_between_false_alarms=CHECKPOINTS_BETWEEN_FALSE_ALARMS,
                 higher_is_better=sign > 0,
                 merged_by=merged_by(record.checkpoint),
-            )))  # fmt: skip
-    return [alert for _, alert in sorted(alerts, key=lambda item: item[0])]
+            )
+            drops.append((alarm.at, Drop(alert, record, values[before].record)))
+    return [drop for _, drop in sorted(drops, key=lambda item: item[0])]
 
 
 def _scores(
@@ -212,16 +220,13 @@ QuestionName = tuple[str, str]
 """A benchmark that has questions of its own, and the id of a question."""
 
 
-def improvements(
-    alert: Alert, before: FoundRecord, after: FoundRecord, *, scores: QuestionScores
-) -> dict[QuestionName, float] | str:
-    """Returns the score changes of the questions that two records share, negative if worse; or the reason why unknown.
-    `before` is the last checkpoint before the drop, `after` the alert's checkpoint. Raises StorageError if samples are
-    damaged or unreadable."""
-    asked = []
-    for side in (before, after):
-        metric = next(m for m in side.record.metrics if (m.benchmark, m.name) == (alert.benchmark, alert.metric))
-        composition = scores.of(side, metric)
+def improvements(drop: Drop, *, evaluation_path: str, scores: QuestionScores) -> dict[QuestionName, float] | str:
+    """Returns the score changes of the questions that both records below `evaluation_path` share, negative if worse; or
+    the reason why unknown. Raises StorageError if samples are damaged or unreadable."""
+    alert, asked = drop.alert, []
+    for record in (drop.before, drop.record):
+        metric = next(m for m in record.metrics if (m.benchmark, m.name) == (alert.benchmark, alert.metric))
+        composition = scores.of(found_below(evaluation_path, record), metric)
         if isinstance(composition, str):
             return composition
         if composition.form is not None:

@@ -78,10 +78,9 @@ class Baseline:
     def compared(
         self, rule: BaselineRule, records: Sequence[FoundRecord], *, name: str, scores: QuestionScores
     ) -> Comparison:
-        """Compares the scores of a checkpoint with the baseline.
+        """Compares a checkpoint's scores with the baseline.
 
-        Raises:
-            BadInput: it has no matching scores, records were changed, or settings differ.
+        Raises `BadInput` if it has no matching scores, records were changed, or settings differ.
         """
         mine = by_metric(records, name, wanted_scores(rule))
         chosen = {
@@ -125,11 +124,9 @@ def baseline_of(
     hashes: Collection[str] = (),
     find: Find = find_records,
 ) -> Baseline | Reason:
-    """Returns the baseline of a rule for a checkpoint, or a reason if there is none.
+    """Returns the baseline of a rule for a checkpoint, which needs no record yet, or a reason if there is none.
 
-    Args:
-        checkpoint: the checkpoint under test; it needs no record yet.
-        hashes: evaluation hashes of its measurements, existing or planned; baseline records with these are preferred.
+    Baseline records are preferred that have one of `hashes`, those of the checkpoint's measurements, done or planned.
     """
     try:
         match rule.baseline:

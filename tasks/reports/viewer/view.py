@@ -159,8 +159,40 @@ class View:
         return Part(first, [columns.question(at) for at in range(first, last)])
 
     def pair(self, key: str, metric: int, first: int, second: int) -> Pair:
+        """Compares the second of two checkpoints with the first in a metric; all are given by index."""
         columns = self.columns(key)
-        return pair_of(columns, metric, first, second, samples_of=partial(self._samples, key))
+        scale = columns.scales[metric]
+        before, after = (columns.scores_at(number, metric) for number in (first, second))
+        won, lost, both, neither = _sorted(before, after, scale)
+        entries = [columns.board.records[number] for number in (first, second)]
+        benchmark = columns.board.shown.benchmark
+        builds = [build_of(entry.record, benchmark) for entry in entries]
+        counted = Pair(won, lost, both, neither, changes=builds[0].changes(builds[1]))
+        compositions = []
+        for entry, number in zip(entries, (first, second), strict=True):
+            names = benchmark, scale.name
+            published = next((m for m in entry.record.metrics if (m.benchmark, m.name) == names), None)
+            samples = self._samples(key, number)
+            if published is None or samples is None:
+                return replace(counted, reason="it has no published value" if samples else "its samples cannot be read")
+            composition = composition_of(published, samples.questions, entry.record.metrics)
+            if isinstance(composition, str):
+                return replace(counted, reason=composition)
+            compositions.append(composition)
+        paired = compare_compositions(*compositions)
+        if isinstance(paired, str):
+            return replace(counted, reason=paired)
+        finding = paired.finding
+        return replace(
+            counted,
+            values=paired.values,
+            difference=finding.difference,
+            low=finding.low,
+            high=finding.high,
+            p=finding.p,
+            exact_p=mcnemar_p(len(won), len(lost)).exact if finding.test == "McNemar, mid-p" else None,
+            test=finding.test,
+        )
 
     def search(self, key: str, text: str) -> Found:
         """Searches questions for a text; returns partial results after 10 s, or when a newer search begins."""
@@ -248,46 +280,6 @@ def _begin(path: Path) -> None:
 
 def _work(entry: FoundRecord) -> None:
     _read(entry, _kept[0])
-
-
-SamplesOf = Callable[[int], KeptSamples | None]
-"""Returns the samples of a checkpoint."""
-
-
-def pair_of(columns: BoardColumns, metric: int, first: int, second: int, *, samples_of: SamplesOf) -> Pair:
-    """Compares the second of two checkpoints with the first in a metric; all are given by index."""
-    scale = columns.scales[metric]
-    before, after = (columns.scores_at(number, metric) for number in (first, second))
-    won, lost, both, neither = _sorted(before, after, scale)
-    entries = [columns.board.records[number] for number in (first, second)]
-    benchmark = columns.board.shown.benchmark
-    builds = [build_of(entry.record, benchmark) for entry in entries]
-    counted = Pair(won, lost, both, neither, changes=builds[0].changes(builds[1]))
-    compositions = []
-    for entry, number in zip(entries, (first, second), strict=True):
-        names = benchmark, scale.name
-        published = next((m for m in entry.record.metrics if (m.benchmark, m.name) == names), None)
-        samples = samples_of(number)
-        if published is None or samples is None:
-            return replace(counted, reason="it has no published value" if samples else "its samples cannot be read")
-        composition = composition_of(published, samples.questions, entry.record.metrics)
-        if isinstance(composition, str):
-            return replace(counted, reason=composition)
-        compositions.append(composition)
-    paired = compare_compositions(*compositions)
-    if isinstance(paired, str):
-        return replace(counted, reason=paired)
-    finding = paired.finding
-    return replace(
-        counted,
-        values=paired.values,
-        difference=finding.difference,
-        low=finding.low,
-        high=finding.high,
-        p=finding.p,
-        exact_p=mcnemar_p(len(won), len(lost)).exact if finding.test == "McNemar, mid-p" else None,
-        test=finding.test,
-    )
 
 
 def _sorted(before: np.ndarray, after: np.ndarray, scale: Scale) -> list[list[int]]:

@@ -30,15 +30,7 @@ from tasks.running.claims.files import claims_folder, read_claims
 from tasks.running.conclude import raise_alerts
 from tasks.verdicts import alert_events as events
 from tasks.verdicts.alert_events import News, event_of, find_news, tell_server
-from tasks.verdicts.alert_files import (
-    KnownAlert,
-    acknowledge,
-    chosen,
-    list_alerts,
-    read_acknowledgements,
-    read_alerts,
-    write_first,
-)
+from tasks.verdicts.alert_files import KnownAlert, acknowledge, chosen, list_alerts, read_alerts, write_first
 from tasks.verdicts.alerts import Alert, alerts_in
 
 LONG_AGO, BEFORE = FIRST + timedelta(days=30), FIRST - timedelta(days=1)
@@ -118,12 +110,12 @@ def test_overwritten_finder_on_a_permissive_store_has_not_found_the_alert(alert:
 def test_first_acknowledgement_of_an_alert_is_kept(alert: Alert, tmp_path: Path):
     folder = str(tmp_path / "run-a")
     assert write_first(folder, KnownAlert(alert=alert, found_at=1.0, announced=True))
-    assert read_acknowledgements(folder) == {}
+    assert read_alerts(folder)[alert.id].acknowledged is None
     known = acknowledge(folder, alert, note="a bad batch")
     again = acknowledge(folder, alert, note="another word")
     assert known == again and known.announced and known.acknowledged is not None
     assert known.acknowledged.note == "a bad batch" and known.acknowledged.by
-    assert read_acknowledgements(folder) == {alert.id: known.acknowledged}
+    assert read_alerts(folder)[alert.id].acknowledged == known.acknowledged
 
 
 def test_alert_acknowledged_before_the_first_look_is_no_news(tmp_path: Path, alert: Alert):

@@ -101,7 +101,7 @@ def test_alert_stays_on_its_own_curve_despite_merged_scores(tmp_path: Path):
     for record in [*run_of([*STEADY, *[0.6] * 43]), *fallen]:
         publish(tmp_path, record)
     [news] = find_news(str(tmp_path / "run-a"), since=FIRST - timedelta(days=1))
-    assert news.record.record.checkpoint.name == alert.checkpoint, "not the written one of its step"
+    assert news.record.checkpoint.name == alert.checkpoint, "not the written one of its step"
     to_merged, to_written = (
         Announcement.of(record, "/e/run-a/step-1/e/x").of_alerts([news.known])
         for record in (fallen[-1], run_of([1])[0])

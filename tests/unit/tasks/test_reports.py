@@ -31,6 +31,7 @@ from tasks.reports.charts import chart_of, wavering
 from tasks.reports.page import curves_svg, render_report, results_rows, results_table, write_report
 from tasks.reports.table import Results
 from tasks.verdicts.alert_files import acknowledge
+from tasks.verdicts.alerts import alerts_in
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -713,7 +714,7 @@ def test_written_page_names_the_person_that_acknowledged_an_alert(tmp_path: Path
     place, page = str(tmp_path / "evaluations"), tmp_path / "report.html"
     write_report(records, str(page), title="t", records_at=place)
     before = page.read_text()
-    [alert] = Results(records).alerts
+    [alert] = alerts_in(records)
 
     acknowledge(storage.join(place, "run-a"), alert, note="<b>known</b>")
     write_report(records, str(page), title="t", records_at=place)
