@@ -12,7 +12,7 @@ from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
-from prefect.events import Automation, EventTrigger, ResourceSpecification
+from prefect.events import EventTrigger, ResourceSpecification
 from prefect.events.actions import ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, Posture
 from prefect.settings import get_current_settings
@@ -167,34 +167,31 @@ def _deployment(client: SyncPrefectClient, planned: PolicyDeployment, existing: 
     if existing is None:
         return Change("deployment", planned.name, "create")
     queue = read_or_none(client.read_work_queue_by_name, str(existing.work_queue_name), existing.work_pool_name)
-    now = {
-        "parameters": existing.parameters,
-        "work pool": existing.work_pool_name,
-        "work queue": existing.work_queue_name,
-        "entrypoint": existing.entrypoint,
-        "schedule": [_as_configured(schedule.schedule) for schedule in existing.schedules if schedule.active],
-        "runs at once": queue.concurrency_limit if queue else None,
-        "tags": sorted(existing.tags),
-    }
-    then = {
-        "parameters": planned.parameters(),
-        "work pool": planned.work_pool,
-        "work queue": planned.work_queue,
-        "entrypoint": ENTRYPOINT,
-        "schedule": [_as_configured(schedule.schedule) for schedule in planned.schedules()],
-        "runs at once": 1,
-        "tags": sorted(_tags(planned)),
-    }
-    differs = tuple(key for key in then if now[key] != then[key])
-    return Change("deployment", planned.name, "update" if differs else "unchanged", differs)
+    differs = [
+        name.removesuffix("_name").replace("_", " ")
+        for name, value in _attributes(planned).items()
+        if getattr(existing, name) != value
+    ]
+    now = [_as_configured(schedule.schedule) for schedule in existing.schedules if schedule.active]
+    if now != [_as_configured(schedule.schedule) for schedule in planned.schedules()]:
+        differs.append("schedule")
+    if queue is None or queue.concurrency_limit != 1:
+        differs.append("runs at once")
+    return Change("deployment", planned.name, "update" if differs else "unchanged", tuple(differs))
 
 
 def _as_configured(schedule: Any) -> Any:
     return getattr(schedule, "cron", None) or getattr(schedule, "interval", None)
 
 
-def _tags(planned: PolicyDeployment) -> list[str]:
-    return [TAG, f"policy={planned.policy.name}"]
+def _attributes(planned: PolicyDeployment) -> dict[str, Any]:
+    return {
+        "parameters": planned.parameters(),
+        "work_pool_name": planned.work_pool,
+        "work_queue_name": planned.work_queue,  # the server creates it
+        "entrypoint": ENTRYPOINT,
+        "tags": [TAG, f"policy={planned.policy.name}"],
+    }
 
 
 def _deploy(client: SyncPrefectClient, planned: PolicyDeployment) -> Any:
@@ -202,16 +199,12 @@ def _deploy(client: SyncPrefectClient, planned: PolicyDeployment) -> Any:
         flow_id=client.create_flow_from_name(reconcile_policy.name),
         name=planned.policy.name,
         description=f"Evaluate what the policy {planned.policy.name} wants and no record settles yet.",
-        entrypoint=ENTRYPOINT,
         pull_steps=[],
-        parameters=planned.parameters(),
         parameter_openapi_schema=parameter_schema(reconcile_policy).model_dump_for_openapi(),
         enforce_parameter_schema=True,
-        work_pool_name=planned.work_pool,
-        work_queue_name=planned.work_queue,  # the server creates it
         schedules=planned.schedules(),
-        tags=_tags(planned),
         paused=False,
+        **_attributes(planned),
     )
     queue = client.read_work_queue_by_name(planned.work_queue, planned.work_pool)
     client.update_work_queue(queue.id, concurrency_limit=1)
@@ -290,25 +283,21 @@ def _missing(
 def _automation(
     client: SyncPrefectClient, name: str, planned: AutomationCore | None, *, dry_run: bool
 ) -> Iterator[Change]:
-    present = client.read_automations_by_name(name)
-    existing: Automation | None = present[0] if present else None
-    if planned is None:
+    existing = next(iter(client.read_automations_by_name(name)), None)
+    if existing is None and planned is None:
+        return
+    action: Action = "remove" if planned is None else "create"
+    differs: tuple[str, ...] = ()
+    if existing is not None and planned is not None:
+        now, then = (_comparable(automation) for automation in (existing, planned))
+        differs = tuple(key for key in then if now.get(key) != then[key])
+        action = "update" if differs else "unchanged"
+    if action != "unchanged" and not dry_run:
         if existing is not None:
-            if not dry_run:
-                client.delete_automation(existing.id)
-            yield Change("automation", name, "remove")
-        return
-    if existing is None:
-        if not dry_run:
+            client.delete_automation(existing.id)  # the server refuses to update an automation with an owner
+        if planned is not None:
             client.create_automation(planned)
-        yield Change("automation", name, "create")
-        return
-    now, then = (_comparable(automation) for automation in (existing, planned))
-    differs = tuple(key for key in then if now.get(key) != then[key])
-    if differs and not dry_run:
-        client.delete_automation(existing.id)  # the server refuses to update an automation with an owner
-        client.create_automation(planned)
-    yield Change("automation", name, "update" if differs else "unchanged", differs)
+    yield Change("automation", name, action, differs)
 
 
 def _comparable(automation: AutomationCore) -> dict[str, Any]:
