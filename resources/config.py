@@ -223,7 +223,7 @@ def default_share(device: Device) -> Share:
             cores, gib = next((_GPU_SHARES[word] for word in named if word in _GPU_SHARES), _ANY_GPU)
             return Share(cores * count, f"{gib * count}g", "100g")
         case TpuConfig(types=types, slice=slice_):
-            generations, chips = [variant.partition("-")[0] for variant in types], slice_.chips_per_vm
+            generations, chips = [tpu_topology(variant).generation for variant in types], slice_.chips_per_vm
             cores = int(min(CORES_PER_CHIP[generation] for generation in generations) * chips * _OF_A_VM)
             gib = int(min(GIB_PER_CHIP[generation] for generation in generations) * chips * _OF_A_VM)
             return Share(min(_TPU_CORES, cores), f"{min(_TPU_GIB, gib)}g", "50g")

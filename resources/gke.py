@@ -95,7 +95,7 @@ def _tpu_of(label: str, *, count: int | None, topology: str | None) -> TpuConfig
         family = next(family for family, gke in TPU_NAMES.items() if gke == label)
         shape = topology if topology is not None and re.fullmatch(r"\d+(x\d+)*", topology) else None
         chips = math.prod(map(int, shape.split("x"))) if shape else count
-        same = [known for known in TPU_TOPOLOGIES.values() if known.variant.split("-")[0] == family]
+        same = [known for known in TPU_TOPOLOGIES.values() if known.generation == family]
         tpu = next((known for known in same if known.chips == chips), None)
         if tpu is None:
             raise UnsatisfiableResources(

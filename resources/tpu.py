@@ -23,6 +23,11 @@ class TpuTopology:
     vms: int
     chips_per_vm: int
 
+    @property
+    def generation(self) -> str:
+        """Returns the beginning of its name: v5litepod for v5litepod-16."""
+        return self.variant.partition("-")[0]
+
 
 TPU_TYPE_VARIABLE = "ASSAY_TPU_TYPE"
 """Variable with the type of a job's slice, set for its processes if the backend knows it."""
@@ -75,8 +80,8 @@ def canonical_variant(name: str) -> str:
 
 def largest_single_vm_slice(variant: str) -> str:
     """Returns the largest single-VM slice of a slice's generation."""
-    beginning = f"{variant.partition('-')[0]}-"
-    alike = [known for known in TPU_TOPOLOGIES.values() if known.vms == 1 and known.variant.startswith(beginning)]
+    generation = tpu_topology(variant).generation
+    alike = [known for known in TPU_TOPOLOGIES.values() if known.vms == 1 and known.generation == generation]
     return max(alike, key=lambda known: known.chips).variant
 
 

@@ -104,8 +104,8 @@ def device_variables(device: Device) -> dict[str, str]:
             return {"JAX_PLATFORMS": "cpu"}
         case GpuConfig():
             return {"JAX_PLATFORMS": "cuda,cpu"}
-        case TpuConfig(types=types):
-            first, *others = {_LIBTPU_ARGUMENTS.get(variant.partition("-")[0]) for variant in types}
+        case TpuConfig(choices=choices):
+            first, *others = {_LIBTPU_ARGUMENTS.get(tpu.slice.generation) for tpu in choices}
             return {"JAX_PLATFORMS": "tpu,cpu", **({"LIBTPU_INIT_ARGS": first} if first and not others else {})}
 
 

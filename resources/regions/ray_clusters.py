@@ -24,7 +24,7 @@ from resources.backends.local.client import LocalClient
 from resources.config import Config, ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, not_there
 from resources.jobs.jobs import Entrypoint, JobHandle, JobRequest, create_environment
-from resources.regions.region_table import Region, tpu_generation
+from resources.regions.region_table import Region
 from resources.regions.regions import where_to_write
 from resources.settings import settings
 from resources.storage.files import replace_text
@@ -252,7 +252,7 @@ def render(region: Region) -> str:
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.filters |= {"generation": tpu_generation, "memory": lambda gib: int(gib * _FOR_WORKERS) * 2**30}
+    templates.filters["memory"] = lambda gib: int(gib * _FOR_WORKERS) * 2**30
     zone = region.ray_cluster.zone
     return templates.get_template("ray_cluster.yaml.j2").render(
         region=region,
@@ -270,5 +270,5 @@ def slices_in(region: Region, zone: str) -> list[TpuTopology]:
     return [
         topology
         for topology in TPU_TOPOLOGIES.values()
-        if tpu_generation(topology.variant) in offered and topology.chips <= _MOST_CHIPS
+        if topology.generation in offered and topology.chips <= _MOST_CHIPS
     ]

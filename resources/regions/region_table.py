@@ -116,8 +116,8 @@ class Region(Config):
     def zones_for(self, device: Device) -> tuple[str, ...]:
         """Returns the zones that offer a device; empty if the region does not offer it."""
         match device:
-            case TpuConfig(variant=variant):
-                return self.tpus.get(tpu_generation(variant), ())
+            case TpuConfig(slice=slice_):
+                return self.tpus.get(slice_.generation, ())
             case GpuConfig(variant="auto"):
                 return tuple(dict.fromkeys(zone for zones in self.gpus.values() for zone in zones))
             case GpuConfig(variant=variant):
@@ -226,11 +226,6 @@ class Regions(Config):
         continents = {self.continent_of(region), self.continent_of(other)}
         known = None not in continents and len(continents) == 1
         return self.prices.egress_gb.same_continent if known else self.prices.egress_gb.other_continent
-
-
-def tpu_generation(variant: str) -> str:
-    """Returns the TPU generation of a slice name: v5litepod for v5litepod-16."""
-    return variant.partition("-")[0]
 
 
 def gpu_model(name: str) -> str:

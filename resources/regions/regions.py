@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from resources.config import Config, CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import BadInput, NoMatchingRegion
-from resources.regions.region_table import Price, Region, Regions, gpu_model, tpu_generation
+from resources.regions.region_table import Price, Region, Regions, gpu_model
 from resources.settings import deployment_data, settings
 from resources.storage.yaml_text import load_yaml
 
@@ -91,8 +91,8 @@ def price_per_hour(region: Region, resources: ResourceConfig) -> Decimal | None:
 
     machines = resources.hosts * resources.replicas
     match resources.device:
-        case TpuConfig(variant=variant):
-            chip = rate(region.chip_hour.get(tpu_generation(variant)))
+        case TpuConfig(slice=slice_):
+            chip = rate(region.chip_hour.get(slice_.generation))
             return None if chip is None else chip * resources.chip_count()
         case GpuConfig(variant=variant, count=count):
             chip, machine = rate(region.chip_hour.get(gpu_model(variant))), host()
@@ -124,8 +124,8 @@ def _nearest(resources: ResourceConfig, *, searched: Sequence[Region], known: Re
     if elsewhere:
         return f"Elsewhere {', '.join(elsewhere)} would. "
     match resources.device:
-        case TpuConfig(variant=variant):
-            model, offered = tpu_generation(variant), [name for region in searched for name in region.tpus]
+        case TpuConfig(slice=slice_):
+            model, offered = slice_.generation, [name for region in searched for name in region.tpus]
         case GpuConfig(variant=variant):
             model, offered = gpu_model(variant), [name for region in searched for name in region.gpus]
         case CpuConfig():

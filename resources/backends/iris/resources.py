@@ -29,7 +29,7 @@ class Group:
 
 def hosts_of(resources: ResourceConfig, *, replicas: int) -> int:
     """Returns the number of tasks per replica: of VMs of its TPU slice, else 1; refuses several multi-host slices."""
-    hosts = resources.device.slice.vms if isinstance(resources.device, TpuConfig) else 1
+    hosts = resources.hosts_per_replica
     if hosts > 1 and replicas > 1:
         raise UnsatisfiableResources(
             expected="a single slice of several VMs, or several slices of a single VM each, per job",

@@ -77,7 +77,7 @@ def placement(resources: ResourceConfig) -> Placement:
                 )
             vms = tpu.slice.vms
             limits[TPU_RESOURCE] = str(tpu.slice.chips_per_vm)
-            selector |= {TPU_LABEL: TPU_NAMES[tpu.variant.split("-")[0]], TPU_TOPOLOGY_LABEL: tpu_shape(tpu)}
+            selector |= {TPU_LABEL: TPU_NAMES[tpu.slice.generation], TPU_TOPOLOGY_LABEL: tpu_shape(tpu)}
     tolerated = [name for name in (GPU_RESOURCE, TPU_RESOURCE) if name in limits]
     tolerated += _CHEAP_LABELS if resources.preemptible else ()
     return Placement(
@@ -109,7 +109,7 @@ def tpu_shape(tpu: TpuConfig) -> str:
     if tpu.topology:
         return tpu.topology
     chips = tpu.slice.chips
-    if tpu.variant.split("-")[0] in {"v5litepod", "v6e"}:
+    if tpu.slice.generation in {"v5litepod", "v6e"}:
         if chips not in _FLAT_TOPOLOGIES:
             raise UnsatisfiableResources(
                 expected="a TPU slice that GKE has nodes for",

@@ -110,10 +110,6 @@ class RayClient(Client):
         """Returns the name of the cluster with its address, which the URL lacks."""
         return f"the Ray cluster at {self._connection().address}"
 
-    def connect(self) -> None:
-        """Connects this process now instead of at the first use."""
-        self._connection()
-
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> RayJob:
         """Submits a job; a file or package that is missing on a node, or cannot be built, fails the job."""
         connection = self._connection()
@@ -220,6 +216,6 @@ def _sent(connection: RayConnection, controller: Any, workspace: Path) -> str:
 
 def client_from_address(host: str, path: str) -> RayClient:
     """Returns the client for the Ray of this process or machine (`auto` or no host), or for a Ray Client server."""
-    client = RayClient("auto" if host in ("", "auto") else f"ray://{host}")
-    client.connect()
-    return client
+    address = "auto" if host in ("", "auto") else f"ray://{host}"
+    _connection(address)  # now instead of at the first use
+    return RayClient(address)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from resources.backends.programs.attempts import Outcome
 from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause
-from resources.config import TpuConfig
 from resources.errors import AssayError, BadInput
 from resources.jobs.jobs import Command, JobRequest
 from resources.jobs.packaging import Package, unpack
@@ -117,8 +116,7 @@ class JobOrder:
     @property
     def hosts(self) -> int:
         """Number of hosts of a replica."""
-        device = self.request.resources.device
-        return device.slice.vms if isinstance(device, TpuConfig) else 1
+        return self.request.resources.hosts_per_replica
 
 
 @dataclass(frozen=True, kw_only=True)
