@@ -13,24 +13,14 @@ from dataclasses import dataclass, field
 from pools.protocol import Demand
 
 
-@dataclass(frozen=True)
-class Patience:
-    """Limits for swaps: a checkpoint that is idle for `linger_seconds` releases its replica.
-
-    A checkpoint with requests that wait longer than `longest_wait_seconds` takes over a busy replica.
-    """
-
-    linger_seconds: float
-    longest_wait_seconds: float
-
-
 def assign(
     orders: Mapping[str, str | None],
     *,
     demand: Mapping[str, Demand],
     wants: Sequence[str],
     held_seconds: Mapping[str, float],
-    patience: Patience,
+    linger_seconds: float,
+    longest_wait_seconds: float,
 ) -> dict[str, str | None]:
     """Returns the new orders of every replica.
 
@@ -40,13 +30,15 @@ def assign(
         wants: models that users want now, in order, even without requests so far.
         held_seconds: seconds that replicas have held the ordered model; only replicas that held it for at least the
             time of its load.
+        linger_seconds: idle time after which a checkpoint releases its replica.
+        longest_wait_seconds: waiting time of requests after which their checkpoint takes over a busy replica.
     """
-    seats = _Seats(dict(orders), demand, frozenset(wants), patience)
+    seats = _Seats(dict(orders), demand, frozenset(wants), linger_seconds)
     asked = [model for model, pending in demand.items() if pending.held > 0]
     asked.sort(key=lambda model: -demand[model].unserved_seconds)
     for model in asked:
         if not seats.serves(model):
-            starved = demand[model].unserved_seconds > patience.longest_wait_seconds
+            starved = demand[model].unserved_seconds > longest_wait_seconds
             taken = seats.oldest(held_seconds, below=demand[model].unserved_seconds) if starved else None
             seats.give(model, seats.free() or seats.doubled() or taken)
     for model in dict.fromkeys(wants):
@@ -62,7 +54,7 @@ class _Seats:
     orders: dict[str, str | None]
     demand: Mapping[str, Demand]
     wants: frozenset[str]
-    patience: Patience
+    linger_seconds: float
     _changed: set[str] = field(default_factory=set)
 
     def serves(self, model: str) -> bool:
@@ -112,4 +104,4 @@ class _Seats:
         demand = self.demand.get(model)
         if demand is None:
             return False
-        return demand.held > 0 or demand.in_flight > 0 or demand.idle_seconds < self.patience.linger_seconds
+        return demand.held > 0 or demand.in_flight > 0 or demand.idle_seconds < self.linger_seconds

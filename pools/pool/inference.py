@@ -21,7 +21,7 @@ from pools.engine.launch import Launcher, Servable, VllmLauncher, environment_na
 from pools.engine.parallelism import require_divisible, require_place
 from pools.jobs import labelled, pool_environment
 from pools.pool.access import PoolAccess, PoolDescription, engine_digest
-from pools.pool.director import Patience, assign
+from pools.pool.director import assign
 from pools.pool.loads import LoadLog
 from pools.pool.processes import AgentJobs, ProxyProcess, check_network
 from pools.pool.session import PoolSession
@@ -273,7 +273,8 @@ class DirectorLoop:
             },
             wants=wants,
             held_seconds=self._turns(status, now),
-            patience=Patience(self._loads.linger_seconds, self.config.longest_wait_seconds),
+            linger_seconds=self._loads.linger_seconds,
+            longest_wait_seconds=self.config.longest_wait_seconds,
         )
         for replica, model in orders.items():
             if model != before.get(replica):

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pools.pool.director import Patience, assign
+from pools.pool.director import assign
 from pools.protocol import Demand
 
-PATIENCE = Patience(linger_seconds=0.5, longest_wait_seconds=60)
 HELD = Demand(held=3, unserved_seconds=1)
 WORKING = Demand(in_flight=2)
 LATELY = Demand(idle_seconds=0.1)
@@ -27,7 +26,14 @@ def _assigned(
     wants: Sequence[str] = (),
     held_seconds: Mapping[str, float] | None = None,
 ) -> dict[str, str | None]:
-    return assign(orders, demand=demand or {}, wants=wants, held_seconds=held_seconds or {}, patience=PATIENCE)
+    return assign(
+        orders,
+        demand=demand or {},
+        wants=wants,
+        held_seconds=held_seconds or {},
+        linger_seconds=0.5,
+        longest_wait_seconds=60,
+    )
 
 
 @pytest.mark.parametrize(
