@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,7 @@ class OpenCells:
         if folder is None or cell.mirror is not None:
             return
         loop = asyncio.get_running_loop()
-
-        def warn(text: str) -> None:
-            loop.call_soon_threadsafe(self._warn, text)
-
+        warn = partial(loop.call_soon_threadsafe, self._warn)
         cell.mirror = Mirror(self._path, cell=cell.attempt.scope.cell, folder=folder, warn=warn)
         cell.loaded = False
         await self._synchronise(cell)

@@ -55,7 +55,7 @@ class Mirror:
     path: Path
     cell: str
     folder: str
-    warn: Callable[[str], None]
+    warn: Callable[[str], object]
 
     def export(self) -> None:
         """Writes the cell's rows that are in no segment yet, as segments."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -22,7 +21,7 @@ from pools.protocol import (
 )
 from resources.config import Config
 from resources.errors import ProxyFailed, ProxyRefused
-from resources.jobs.jobs import JobHandle
+from resources.jobs.jobs import JobHandle, polls
 
 _ADDRESS_POLL_SECONDS = 0.02
 _CELL_SECONDS = 300.0  # copying to a mirror in a remote store takes long
@@ -78,13 +77,12 @@ class ProxySettings(ProxyLimits):
 
 def address_of_job(job: JobHandle, subject: str, *, timeout_seconds: float, remedy: str) -> ProxyAddress:
     """Returns the address that a proxy's job announces; `subject` is that of the error, which shows its log."""
-    deadline = time.monotonic() + timeout_seconds
-    ended = False
-    while not ended and time.monotonic() < deadline:
+    for _ in polls(timeout_seconds, longest_seconds=_ADDRESS_POLL_SECONDS):
         ended = job.status().finished  # before the look at its announcement
         if (address := job.announced()) is not None:
             return ProxyAddress.model_validate_json(address)
-        time.sleep(_ADDRESS_POLL_SECONDS)
+        if ended:
+            break
     details, log = job.details(), job.logs(20).rstrip()
     state = "it ended" if details.status.finished else f"it is {details.status}"
     raise ProxyFailed(

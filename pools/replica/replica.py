@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -39,7 +38,7 @@ from resources.errors import (
     ReloadUnavailable,
     SwapRefused,
 )
-from resources.jobs.jobs import Client, JobHandle
+from resources.jobs.jobs import Client, JobHandle, polls
 
 _log = logging.getLogger("assay.agent")
 _ENGINE_POLL_SECONDS = 0.05
@@ -287,9 +286,9 @@ class ReplicaEngine:
         return difference if difference > ROUNDING_NATS["float32" if exact else "bfloat16"] else None
 
     def _wait_until_answers(self, job: JobHandle, engine: EngineClient, model: str, launch: Launch) -> None:
-        deadline, refusals = time.monotonic() + self._config.startup_timeout_seconds, 0
+        refusals = 0
         problem = f"it did not answer within {self._config.startup_timeout_seconds:g} s"
-        while time.monotonic() < deadline:
+        for _ in polls(self._config.startup_timeout_seconds, longest_seconds=_ENGINE_POLL_SECONDS):
             if self._stopping:
                 problem = "it was stopped while starting"
                 break
@@ -305,7 +304,6 @@ class ReplicaEngine:
                     if refusals == _REFUSALS_AT_START:
                         problem = f"its port is open, but the model does not answer: {error.found}"
                         break
-            time.sleep(_ENGINE_POLL_SECONDS)
         raise start_failure(self._log_of(job), model=model, ended=problem, by_hand=launch.by_hand())
 
     @property
