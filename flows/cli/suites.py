@@ -14,7 +14,7 @@ from resources.errors import BadInput
 from tasks.errors import UnknownBenchmark
 from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.evaluator import evaluator_of
-from tasks.evaluators.lm_eval.evaluator import listed_benchmarks, own_benchmarks
+from tasks.evaluators.lm_eval.evaluator import listing, own_benchmarks
 from tasks.spec.benchmark_sets import benchmark_sets, bundled_names
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import JudgedOptions, LmEvalBenchmarkOptions
@@ -140,7 +140,7 @@ def _checks_itself(evaluation: SuiteEvaluation) -> bool:
 def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks: str | None) -> None:
     if not evaluations:
         return
-    known = set(listed_benchmarks(ensure_environment(LM_EVAL).python))
+    known = set(listing(ensure_environment(LM_EVAL).python).benchmarks)
     if benchmarks is None:
         known |= bundled_names()
     else:

@@ -36,7 +36,7 @@ from resources.errors import BadInput, EndpointUnusable
 from resources.settings import process_environment
 from tasks.errors import UnknownBenchmark
 from tasks.evaluators.harness import Progress, verify_counts
-from tasks.evaluators.lm_eval.evaluator import EVALUATOR, listed_benchmarks
+from tasks.evaluators.lm_eval.evaluator import EVALUATOR, listing
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.evaluators.reading import tokens_to_ask
 from tasks.records.record import Counts
@@ -478,6 +478,6 @@ async def test_answers_at_the_length_limit_are_counted_by_question(tmp_path: Pat
 
 def test_check_finds_what_comes_with_lm_eval(lm_eval: Harness):
     EVALUATOR.check(make_config("hellaswag", "mmlu"), lm_eval.python)
-    assert {"gsm8k", "mmlu_anatomy"} <= set(listed_benchmarks(lm_eval.python))
+    assert {"gsm8k", "mmlu_anatomy"} <= set(listing(lm_eval.python).benchmarks)
     with pytest.raises(UnknownBenchmark, match="hellaswag"):
         EVALUATOR.check(make_config("hellaswagg"), lm_eval.python)

@@ -28,7 +28,7 @@ from resources.settings import deployment_data, settings
 from tasks.errors import UnknownBenchmark
 from tasks.evaluators.environments import LM_EVAL
 from tasks.evaluators.helm.options import HelmOptions
-from tasks.evaluators.lm_eval.evaluator import listed_benchmarks
+from tasks.evaluators.lm_eval.evaluator import listing
 from tasks.offline.stage import stage_texts, text_source
 from tasks.records.record import Record
 from tasks.spec.benchmark_sets import benchmark_sets, needs_of
@@ -77,7 +77,7 @@ def theirs(python: Path) -> dict[str, list[tuple[str, int | None]]]:
     """Returns output type and default number of examples of every task in the benchmark sets that come with lm-eval."""
     names = {task.name for benchmark_set in benchmark_sets().values() for task in benchmark_set.evals}
     named = sorted(name for name in names if not name.startswith(FRESH))
-    assert not set(named) - set(listed_benchmarks(python))
+    assert not set(named) - set(listing(python).benchmarks)
     return json.loads(in_lm_eval(python, FACTS, given=named))
 
 

@@ -41,18 +41,16 @@ class OwnBenchmarks:
     """Benchmarks that let the model write according to their own file."""
 
 
-class _Listing(BaseModel):
+class Listing(BaseModel):
+    """The benchmarks that come with lm-eval."""
+
     benchmarks: list[str]  # benchmarks, groups and tags
     run_code: list[str]  # names that run model-written code, or have a part that does
 
 
-def listed_benchmarks(python: Path) -> list[str]:
-    """Returns all names that come with lm-eval; cached per environment, since listing takes many seconds."""
-    return _listing(python).benchmarks
-
-
-def _listing(python: Path) -> _Listing:
-    return remembered(python, PROGRAM, "--list", kind=_Listing)
+def listing(python: Path) -> Listing:
+    """Returns all that comes with lm-eval; cached per environment, since listing takes many seconds."""
+    return remembered(python, PROGRAM, "--list", kind=Listing)
 
 
 def own_benchmarks(config: EvaluationConfig) -> OwnBenchmarks:
@@ -145,7 +143,7 @@ def check_benchmarks(config: EvaluationConfig, python: Path) -> None:
     own = own_benchmarks(config)
     run_code = set(own.run_code)
     if any(task.name not in own.names for task in config.evals):
-        known = _listing(python)
+        known = listing(python)
         for task in config.evals:
             if task.name not in own.names and task.name not in known.benchmarks:
                 raise _unknown(task.name, own=own, known=known.benchmarks, place=benchmarks_uri(config))

@@ -15,6 +15,8 @@ from typing import Any
 
 REFUSAL_NAME = "refused.json"
 SAME_WARNINGS = 20
+HUB_VARIABLES = ("HF_", "HUGGINGFACE_", "TOKENIZERS_", "TRANSFORMERS_", "XDG_CACHE_HOME")
+"""Prefixes of variables that libraries of the hub read at import, for the `READ_AT_IMPORT` of a program."""
 LANGUAGE_MODELS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Entries of config.json that describe a language model, as in `pools/architectures.py`."""
 

@@ -35,7 +35,7 @@ import helm_asking
 import helm_runs
 import helm_unpacking
 from helm_choices import with_smooth_scores
-from refusals import Refused, digest_of, no_chat_template, read_tokenizer, refusals_into, shape_of
+from refusals import HUB_VARIABLES, Refused, digest_of, no_chat_template, read_tokenizer, refusals_into, shape_of
 
 DEPLOYMENT_FOLDER = "prod_env"
 DEPLOYMENT = "assay/checkpoint"
@@ -51,7 +51,7 @@ OWN_FOLDER = "helm"
 WORDS = "punkt_tab"
 WORDS_SECONDS = 60
 DEFAULT_CONTEXT = 2048
-READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "NLTK_", "TOKENIZERS_", "TRANSFORMERS_", "XDG_CACHE_HOME")
+READ_AT_IMPORT = (*HUB_VARIABLES, "NLTK_")
 """Prefixes of variables that a fork server must have been started with, too."""
 LATE_MODULES = (
     "helm.benchmark.metrics.basic_metrics",

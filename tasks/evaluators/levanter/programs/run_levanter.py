@@ -12,7 +12,6 @@ generation.
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import logging
 import os
@@ -35,27 +34,15 @@ from lm_eval import simple_evaluate
 from lm_eval.api.task import Task
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import setup_logging
-from lm_eval_index import built_in_index, use_remembered_index
+from lm_eval_index import preload_for, use_remembered_index
 from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
 from lm_eval_prompts import Questions, groups_in, means, save_results
 from lm_eval_scores import weigh_in_groups
-from refusals import Refused, no_chat_template, refusals_into, write_json
+from refusals import HUB_VARIABLES, Refused, no_chat_template, refusals_into, write_json
 
-READ_AT_IMPORT = (
-    "DISABLE_MULTIPROC",
-    "HF_",
-    "HUGGINGFACE_",
-    "JAX_",
-    "LIBTPU_",
-    "LMEVAL_",
-    "TOKENIZERS_",
-    "TRANSFORMERS_",
-    "XDG_CACHE_HOME",
-    "XLA_",
-)
+READ_AT_IMPORT = (*HUB_VARIABLES, "DISABLE_MULTIPROC", "JAX_", "LIBTPU_", "LMEVAL_", "XLA_")
 """Prefixes of variables that a fork server must have been started with, too."""
 LATE_MODULES = ("datasets.packaged_modules.json.json", "levanter.models.llama", "transformers.tokenization_utils_fast")
-BUILT_IN_OPTION = "--built-in"
 FACTS_NAME = "levanter.json"
 ASKED_NAME = "asked.json"
 MOST_COMPILED_BYTES = 2**30
@@ -65,10 +52,7 @@ PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 def preload(arguments: list[str]) -> None:
     """Imports late modules. JAX starts its threads with the first computation, which is after the fork."""
-    for name in LATE_MODULES:
-        importlib.import_module(name)
-    if BUILT_IN_OPTION in arguments:
-        built_in_index()
+    preload_for(arguments, LATE_MODULES)
 
 
 def main(arguments: list[str]) -> None:

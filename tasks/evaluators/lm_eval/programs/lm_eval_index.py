@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import pickle
@@ -19,6 +20,7 @@ from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
 BUILT_IN = Path(task_managers.__file__).parent
 INDEX_NAME = "benchmark-index.pickle"
+BUILT_IN_OPTION = "--built-in"
 UNMARKED = ("cruxeval",)
 """Folders of lm-eval with benchmarks that run code without being marked so."""
 
@@ -59,6 +61,14 @@ def built_in_index() -> dict[str, Entry]:
     return index
 
 
+def preload_for(arguments: list[str], late_modules: Iterable[str]) -> None:
+    """Imports modules that are otherwise imported late; with --built-in reads the index of lm-eval's benchmarks."""
+    for name in late_modules:
+        importlib.import_module(name)
+    if BUILT_IN_OPTION in arguments:
+        built_in_index()
+
+
 def use_remembered_index() -> None:
     """Makes task managers read lm-eval's own benchmarks only once."""
     task_managers.TaskIndex = RememberedIndex
@@ -85,33 +95,36 @@ def is_complete(name: str, index: dict[str, Entry]) -> bool:
 
 def code_runners(name: str, index: dict[str, Entry]) -> set[str]:
     """Returns the benchmarks behind a name that run model-written code, by their files: some run code when imported."""
-    return set(_runners(name, index, set()))
+
+    def is_unmarked(path: Path | None) -> bool:
+        return path is not None and path.is_relative_to(BUILT_IN) and path.relative_to(BUILT_IN).parts[0] in UNMARKED
+
+    return {
+        part
+        for part, path, content in entries_behind(name, index)
+        if content.get("unsafe_code", False) is not False or is_unmarked(path)
+    }
 
 
-def _runners(name: str, index: dict[str, Entry], seen: set[str]) -> Iterator[str]:
-    entry = index.get(name)
-    if entry is None or name in seen:
-        return
-    seen.add(name)
-    if entry.kind is Kind.TAG:
-        for part in entry.tags:
-            yield from _runners(part, index, seen)
-        return
-    path = entry.yaml_path
-    if path is not None and path.is_relative_to(BUILT_IN) and path.relative_to(BUILT_IN).parts[0] in UNMARKED:
-        yield name
-    yield from _runners_in(name, entry.cfg or {}, index, seen)
+def entries_behind(name: str, index: dict[str, Entry]) -> Iterator[tuple[str, Path | None, dict[str, Any]]]:
+    """Yields name, file and content of a benchmark, and of all parts of a group or a tag, as far as they exist.
 
-
-def _runners_in(name: str, content: dict[str, Any], index: dict[str, Entry], seen: set[str]) -> Iterator[str]:
-    if content.get("unsafe_code", False) is not False:
-        yield name
-    parts = content.get("task")
-    for part in parts if isinstance(parts, list) else []:
-        if isinstance(part, str):
-            yield from _runners(part, index, seen)
-        elif isinstance(part, dict):
-            inner = part.get("group") or part.get("task")
-            if isinstance(inner, str):
-                yield from _runners(inner, index, seen)
-                yield from _runners_in(inner, part, index, seen)
+    Parts that are described in a group's file have no file.
+    """
+    left: list[Any] = [name]
+    seen: set[str] = set()
+    while left:
+        part = left.pop(0)
+        if isinstance(part, dict):
+            own, path, content, parts = part.get("group") or part.get("task"), None, part, part.get("task")
+            left.append(own)  # its own file may have parts, too
+        elif isinstance(part, str) and part in index and part not in seen:
+            seen.add(part)
+            entry = index[part]
+            own, path, content = part, entry.yaml_path, entry.cfg or {}
+            parts = sorted(entry.tags) if entry.kind is Kind.TAG else content.get("task")
+        else:
+            continue
+        if isinstance(own, str):
+            yield own, path, content
+        left += parts if isinstance(parts, list) else []

@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.machinery import SourceFileLoader
 from itertools import islice
@@ -31,7 +31,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 from lm_eval.utils import set_torch_seed
-from lm_eval_index import BUILT_IN, code_runners, is_complete
+from lm_eval_index import BUILT_IN, code_runners, entries_behind, is_complete
 from refusals import Refused, causes
 
 CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
@@ -326,7 +326,8 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
             remedy=f"Run `assay stage` for {name} where the hub can be reached, or correct the name of its data set",
             kind="BadInput" if offline else "StorageError",
         )
-    contents = list(_contents_of(name, manager))
+    entries = entries_behind(name, manager.task_index)
+    contents = [(path, content) for _, path, content in entries if path is not None]
     built_in = bool(contents) and all(path.is_relative_to(BUILT_IN) for path, _ in contents)
     missing = next((cause for cause in chain if isinstance(cause, ImportError)), None)
     if built_in and missing is not None:
@@ -344,18 +345,6 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
         if built_in
         else f"Mend {contents[0][0] if contents else 'its file'} or the data it names; see the error in harness.log",
     )
-
-
-def _contents_of(name: str, manager: TaskManager) -> Iterator[tuple[Path, dict[str, Any]]]:
-    entry = manager.task_index.get(name)
-    if entry is None:
-        return
-    if entry.yaml_path is not None:
-        yield entry.yaml_path, entry.cfg or {}
-    parts = entry.tags if entry.kind is Kind.TAG else (entry.cfg or {}).get("task")
-    for part in sorted(parts) if isinstance(parts, set) else parts if isinstance(parts, list) else []:
-        if isinstance(part, str) and part != name:
-            yield from _contents_of(part, manager)
 
 
 def _damaged_data(content: dict[str, Any], path: Path) -> str | None:

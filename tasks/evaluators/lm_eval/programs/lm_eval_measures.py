@@ -10,8 +10,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,47 +156,18 @@ def request_type(task: Task) -> str:
     return REQUEST_TYPES.get(kind, kind)
 
 
-QUESTIONS = ("doc_to_text", "doc_to_choice")
-"""Methods that make the question, and where each choice has its own context, all of them; the last call counts."""
-
-
-@contextmanager
-def noted_contexts(task: Task) -> Iterator[list[int]]:
-    """Yields characters of description and examples in the prompts that a task builds meanwhile; 0 if unknown."""
-    lengths: list[int] = []
-    shown: dict[str, Any] = {}
-    before = {name: vars(task).get(name) for name in ("fewshot_context", *QUESTIONS) if hasattr(task, name)}
-    build = task.fewshot_context
-
-    def noting(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any, **options: Any) -> Any:
-            shown[name] = text = make(*arguments, **options)
-            return text
-
-        return noted
-
-    def built(*arguments: Any, **options: Any) -> Any:
-        shown.clear()
-        prompt = build(*arguments, **options)
-        lengths.append(_length_before(prompt, *map(shown.get, QUESTIONS)))
-        return prompt
-
-    for name in before.keys() - {"fewshot_context"}:
-        setattr(task, name, noting(name, getattr(task, name)))
-    task.fewshot_context = built
-    try:
-        yield lengths
-    finally:
-        for name, own in before.items():
-            delattr(task, name) if own is None else setattr(task, name, own)
-
-
-def _length_before(prompt: Any, question: Any, choices: Any) -> int:
-    prompts, questions = (prompt, choices) if isinstance(prompt, list) else ([prompt], [question])
-    if not isinstance(questions, list) or len(prompts) != len(questions):
-        return 0
-    places = {_place(*pair) for pair in zip(prompts, questions, strict=True)}
-    return places.pop() if len(places) == 1 else 0
+def contexts_of(task: Task) -> dict[int, int]:
+    """Returns characters of description and examples before each question, by question; without unknown numbers."""
+    prompts: dict[int, list[Any]] = defaultdict(list)
+    for instance in task.instances:
+        prompts[instance.doc_id or 0].append(instance.args[0])
+    lengths: dict[int, int] = {}
+    for number, doc in {instance.doc_id or 0: instance.doc for instance in task.instances}.items():
+        questions = task.doc_to_choice(doc) if getattr(task, "multiple_input", 0) else [task.doc_to_text(doc)]
+        places = {_place(*pair) for pair in zip(prompts[number], questions, strict=False)}
+        if len(places) == 1 and (place := places.pop()):
+            lengths[number] = place
+    return lengths
 
 
 def _place(prompt: Any, question: Any) -> int:

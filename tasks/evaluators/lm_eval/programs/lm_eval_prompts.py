@@ -19,7 +19,7 @@ from lm_eval.api.task import Task
 from lm_eval.models import api_models
 from lm_eval.utils import handle_non_serializable, hash_string
 from lm_eval_loading import name_of, seed
-from lm_eval_measures import TooLong, noted_contexts, request_type, revision_of, to_be_asked, too_long
+from lm_eval_measures import TooLong, contexts_of, request_type, revision_of, to_be_asked, too_long
 from lm_eval_scores import add_smooth_scores, control, evidence
 from refusals import Refused, write_json
 
@@ -55,11 +55,8 @@ class Questions:
         try:
             asked = list(task.doc_iterator(**{name: options[name] for name in DOCUMENTS}))
             task.doc_iterator = lambda **_: iter(asked)
-            with noted_contexts(task) as lengths:
-                build(**options)
-            numbers = (number for number, _ in asked)
-            known = dict(zip(numbers, lengths, strict=True)) if len(lengths) == len(asked) else {}
-            self._contexts[name_of(task)] = {number: length for number, length in known.items() if length}
+            build(**options)
+            self._contexts[name_of(task)] = contexts_of(task)
             add_smooth_scores(task, [doc for _, doc in asked])
         except Exception as error:
             _log.error("%s cannot be asked", name_of(task), exc_info=error)

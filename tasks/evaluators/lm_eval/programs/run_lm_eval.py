@@ -28,7 +28,16 @@ from typing import Any
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 from choice_scoring import TOKEN_ID
 from lm_eval_answers import installed
-from refusals import Refused, few_of_each_kind, no_chat_template, read_tokenizer, refusals_into, shape_of, write_json
+from refusals import (
+    HUB_VARIABLES,
+    Refused,
+    few_of_each_kind,
+    no_chat_template,
+    read_tokenizer,
+    refusals_into,
+    shape_of,
+    write_json,
+)
 from valid_answers import Unanswered
 
 
@@ -55,7 +64,7 @@ try:
     from lm_eval.models.utils import resolve_max_length
     from lm_eval.utils import setup_logging
     from lm_eval_early import WANTED_NAME, DecidedEarlyError, EarlyQuestions
-    from lm_eval_index import built_in_index, listing, use_remembered_index
+    from lm_eval_index import listing, preload_for, use_remembered_index
     from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
     from lm_eval_model import Completions, Conversations, EndpointFaultError, RefusedError, way_of_asking
     from lm_eval_prompts import Questions, groups_in, label_progress, means, save_results
@@ -72,26 +81,15 @@ except (ImportError, OSError, SyntaxError) as error:
 RESAMPLES = 1000
 """Resamples for the errors of F1 and correlations, precise to 2 %; lm-eval's 100,000 take minutes."""
 ASKED_NAME = "asked.json"
-READ_AT_IMPORT = (
-    "DISABLE_MULTIPROC",
-    "HF_",
-    "HUGGINGFACE_",
-    "LMEVAL_",
-    "TOKENIZERS_",
-    "TRANSFORMERS_",
-    "XDG_CACHE_HOME",
-)
+READ_AT_IMPORT = (*HUB_VARIABLES, "DISABLE_MULTIPROC", "LMEVAL_")
 """Prefixes of variables that a fork server must have been started with, too."""
 DEFAULT_GENERATED = 256
-BUILT_IN_OPTION, FETCH_OPTION = "--built-in", "--fetch"
+FETCH_OPTION = "--fetch"
 
 
 def preload(arguments: list[str]) -> None:
     """Imports what lm-eval imports late; with --built-in reads the index of its benchmarks."""
-    for name in LATE_MODULES:
-        importlib.import_module(name)
-    if BUILT_IN_OPTION in arguments:
-        built_in_index()
+    preload_for(arguments, LATE_MODULES)
 
 
 def main(arguments: list[str]) -> None:
