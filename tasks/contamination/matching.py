@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import BeforeValidator, PlainSerializer
 
 from tasks.records.questions.asked import AskedQuestion, Words, runs_of, words_of
 
@@ -36,7 +38,7 @@ class Match(NamedTuple):
 class Overlap:
     """The findings about a question: its n-grams as bits, the longest match, and its location."""
 
-    seen: int = 0
+    seen: Annotated[int, BeforeValidator(lambda digits: int(digits, 16)), PlainSerializer(hex)] = 0
     longest: int = 0
     place: tuple[str, int, int] = ("", 0, 0)
     """File, start byte of the file's part, number of the document in it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context, parent_process
+
+from pydantic import TypeAdapter
 
 from resources.errors import BadInput
 from resources.storage import storage
@@ -61,10 +62,9 @@ class PartResult:
         self.reading.unreadable += other.reading.unreadable
         self.reading.without_text += other.reading.without_text
 
-    def as_json(self) -> bytes:
-        """Returns the form that is kept until the whole scan is done."""
-        findings = {number: {**asdict(finding), "seen": hex(finding.seen)} for number, finding in self.findings.items()}
-        return json.dumps({"findings": findings, "reading": asdict(self.reading), "words": self.words}).encode()
+
+_KEPT_RESULT = TypeAdapter(PartResult)
+"""The form in which results are kept until the whole scan is done."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,10 @@ def _results(
     kept_files = {file.uri for file in storage.list_files(kept)}
     for part in parts:
         if names[part] in kept_files:
-            yield part, _parsed(storage.read_bytes(names[part]))
+            yield part, _KEPT_RESULT.validate_json(storage.read_bytes(names[part]))
     left = [part for part in parts if names[part] not in kept_files]
     for part, result in _scanned(left, index, processes=processes):
-        storage.write_bytes(names[part], result.as_json())
+        storage.write_bytes(names[part], _KEPT_RESULT.dump_json(result))
         yield part, result
 
 
@@ -183,15 +183,6 @@ def _scanned(
 def _key(part: TextPart, asked: str, index: QuestionIndex) -> str:
     follows_from = repr((part, asked, index.n, index.shortest, versions()["assay"]))
     return hashlib.sha256(follows_from.encode()).hexdigest()[:32]
-
-
-def _parsed(content: bytes) -> PartResult:
-    read = json.loads(content)
-    findings = {
-        int(number): Overlap(**{**finding, "seen": int(finding["seen"], 16), "place": tuple(finding["place"])})
-        for number, finding in read["findings"].items()
-    }
-    return PartResult(findings, ReadingCounts(**read["reading"]), read["words"])
 
 
 def _flags(index: QuestionIndex, findings: dict[int, Overlap], *, threshold: float) -> Iterator[QuestionFlag]:

@@ -108,19 +108,6 @@ class ShardSummary:
     bytes: int
     sha256: str
 
-    @classmethod
-    def of(cls, number: int, rows: Iterable[Mapping[str, Any]], content: bytes) -> ShardSummary:
-        every = list(rows)
-        return cls(
-            number=number,
-            rows=len(every),
-            errors=sum(row["error"] is not None for row in every),
-            prompt_tokens=sum(row["prompt_tokens"] or 0 for row in every),
-            completion_tokens=sum(row["completion_tokens"] or 0 for row in every),
-            bytes=len(content),
-            sha256=hashlib.sha256(content).hexdigest(),
-        )
-
 
 @dataclass(frozen=True)
 class AnswerFolder:
@@ -157,7 +144,7 @@ class AnswerFolder:
         # Checked first for stores that would overwrite it.
         if self.is_written(number) or not storage.create_bytes(self.part(number), content):
             return self.summary(number)
-        return self._summarized(number, (asdict(row) for row in rows), content)
+        return self._summarized(number, [asdict(row) for row in rows], content)
 
     def is_written(self, number: int) -> bool:
         return storage.exists(self.part(number))
@@ -175,8 +162,16 @@ class AnswerFolder:
             content = storage.read_bytes(self.part(number))
             return self._summarized(number, decoded(content, self.form), content)
 
-    def _summarized(self, number: int, rows: Iterable[Mapping[str, Any]], content: bytes) -> ShardSummary:
-        summary = ShardSummary.of(number, rows, content)
+    def _summarized(self, number: int, rows: Sequence[Mapping[str, Any]], content: bytes) -> ShardSummary:
+        summary = ShardSummary(
+            number=number,
+            rows=len(rows),
+            errors=sum(row["error"] is not None for row in rows),
+            prompt_tokens=sum(row["prompt_tokens"] or 0 for row in rows),
+            completion_tokens=sum(row["completion_tokens"] or 0 for row in rows),
+            bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+        )
         storage.write_bytes(self._summary(number), orjson.dumps(asdict(summary)))
         return summary
 
