@@ -19,7 +19,7 @@ from resources.errors import BackendUnavailable, BadInput
 from resources.settings import settings
 from tasks.eval_jobs.here import fetch_to, prepare, require_tracked
 from tasks.eval_jobs.job_file import advice
-from tasks.eval_jobs.manifests import CONFIGS_FOLDER, JOB_CONFIGURATION, written
+from tasks.eval_jobs.manifests import CONFIGS_FOLDER, JOB_CONFIGURATION, SCRATCH_FOLDER, written
 from tasks.eval_jobs.reading import read_job, summary
 from tasks.eval_jobs.submission import job_documents, log_lines, names_in, submit_manifests, submitted_jobs, write_lines
 from tasks.records.record import Record
@@ -168,7 +168,7 @@ def run(
         )
     read = read_job(file or config or Path(CONFIGS_FOLDER, JOB_CONFIGURATION), helm_file=helm_config)
     if fetch:
-        say(fetch_to(scratch, read.job, note=note))
+        say(fetch_to(scratch or Path(SCRATCH_FOLDER), read.job, note=note))
         return
     prepared = prepare(read, local=local, scratch=scratch, note=note)
     note(f"{prepared.origin.job_name}: {prepared.run_name}, records in {prepared.evaluation.evaluation_path}")

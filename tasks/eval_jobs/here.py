@@ -54,12 +54,13 @@ def prepare(read: EvalJob, *, local: bool, scratch: Path | None, note: Callable[
     origin = read.origin(state, job_name=read.name_here(state)).in_container(variables_like("*"))
     sink = sink_of(read.job, origin, files=read.files)
     sink.check()
-    scratch = scratch or (settings().cache_dir / "eval-jobs" / origin.job_name if local else None)
+    default = settings().cache_dir / "eval-jobs" / origin.job_name if local else Path(SCRATCH_FOLDER)
+    scratch = (scratch or default).absolute()
     model_path = fetch_to(scratch, read.job, note=note)
     evaluation = evaluation_of(
         read.job,
         model_path=model_path,
-        evaluation_path=str(_whole(scratch) / "evaluations"),
+        evaluation_path=str(scratch / "evaluations"),
         device=_device_here(read.job.compute_config.device, note=note) if local else None,
         helm_config=str(read.helm_file.absolute()) if read.helm_file else None,
         entries=read.entries,
@@ -70,16 +71,11 @@ def prepare(read: EvalJob, *, local: bool, scratch: Path | None, note: Callable[
     return PreparedJob(evaluation=evaluation, suite=suite, origin=origin, sink=sink)
 
 
-def fetch_to(scratch: Path | None, job: JobFile, *, note: Callable[[str], None]) -> str:
-    """Fetches a job's model to a scratch folder, the container's when None; returns the model's folder."""
+def fetch_to(scratch: Path, job: JobFile, *, note: Callable[[str], None]) -> str:
+    """Fetches a job's model to a scratch folder; returns the model's folder."""
     set_tracking_server(job.mlflow_config.tracking_uri)
-    folder = _whole(scratch)
-    folder.mkdir(parents=True, exist_ok=True)
-    return fetch_model(job.model, scratch=folder, note=note)
-
-
-def _whole(scratch: Path | None) -> Path:
-    return (scratch or Path(SCRATCH_FOLDER)).absolute()
+    scratch.mkdir(parents=True, exist_ok=True)
+    return fetch_model(job.model, scratch=scratch.absolute(), note=note)
 
 
 def require_tracked(records: Sequence[Record], sink: MlflowSink) -> None:

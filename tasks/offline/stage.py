@@ -296,7 +296,7 @@ def stage_texts(source: TextSource, folder: Path, *, on_event: Callable[[str], N
     unfinished.mkdir(parents=True, exist_ok=True)
     staged: dict[str, Any] = {"revision": source.revision, "files": {}}
     for name, file in source.files.items():
-        lines = _lines(source, file, unfinished / f"{name}.original")
+        lines = _lines(source, file, unfinished / f"{name}-{file.blob or source.revision}.original")
         target = unfinished / f"{name}.jsonl"
         target.write_text("".join(lines), encoding="utf-8")
         staged["files"][name] = {"documents": len(lines), "bytes": target.stat().st_size}
@@ -314,17 +314,14 @@ def stage_texts(source: TextSource, folder: Path, *, on_event: Callable[[str], N
 
 def _lines(source: TextSource, file: TextFile, kept: Path) -> list[str]:
     uri = storage.join(source.base, file.path)
-    content = kept.read_bytes() if kept.is_file() else b""
-    if not content or (file.blob is not None and _blob(content) != file.blob):
-        content = _read(uri)
-        storage.write_bytes(str(kept), content)
+    content = kept.read_bytes() if kept.is_file() else _read(uri)
     if file.blob is not None and _blob(content) != file.blob:
-        kept.unlink()
         raise BadInput(
             expected=f"the content with Git's id {file.blob} at {uri}",
             found=f"content with {_blob(content)}",
             remedy="name a source that holds the same revision",
         )
+    storage.write_bytes(str(kept), content)
     try:
         texts = json.loads(content)
         documents = [text if isinstance(text, str) else text["text"] for text in texts]

@@ -20,7 +20,6 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +29,6 @@ sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 sys.path += [str(Path(__file__).parents[2] / "evaluators" / place) for place in ("helm/programs", "programs")]
 
 gc.disable()  # collection would take a quarter of the time and find no garbage
-import helm.benchmark.runner as helm_runner
 import helm_asking
 import helm_runs
 import run_helm
@@ -141,7 +139,7 @@ def tried(key: str, run_entries: dict[str, Any], job: dict[str, Any]) -> tuple[l
     except run_helm.Refused as refused:
         raise CannotBeHadError(str(refused)) from refused
     harness = helm_runs.Harness(given, runs, local_path=str(output))
-    scenarios = note_scenarios(Path(job["scenarios_path"]))
+    scenarios = harness.scenarios
     for number, run in enumerate(runs, 1):
         name = name_of(run)
         tell(f"{number} of {len(runs)} {name}")
@@ -177,27 +175,6 @@ PLACEHOLDER_JOB: dict[str, Any] = {
     "skip_completed_runs": False,
 }
 """The evaluating program's job, without the values that differ between evaluations."""
-
-
-def note_scenarios(folder: Path) -> list[str]:
-    """Returns a list that from now on gets the name of each scenario as it returns its instances."""
-    names: list[str] = []
-    create: Callable[[Any], Any] = helm_runner.create_scenario
-
-    def noting(spec: Any) -> Any:
-        scenario = create(spec)
-        get_instances = scenario.get_instances
-
-        def noted(output_path: str) -> Any:
-            instances = get_instances(output_path)
-            names.append(Path(output_path).relative_to(folder).as_posix())
-            return instances
-
-        scenario.get_instances = noted
-        return scenario
-
-    helm_runner.create_scenario = noting
-    return names
 
 
 def register_placeholder() -> None:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import openai
@@ -182,7 +183,8 @@ class Judge:
         # Our client keeps connections, and makes a failed verdict a missing verdict instead of the end.
         alpaca_utils.get_all_clients = lambda *_, **__: [self._client]  # else a client per verdict, keys from a file
         openai_decoder._openai_completion_helper = self._verdict
-        openai_decoder.tqdm = LabelledBars(f"{key}, verdicts")
+        labelled = {"desc": f"{key}, verdicts"}
+        openai_decoder.tqdm = SimpleNamespace(tqdm=lambda *given, **options: tqdm.tqdm(*given, **options | labelled))
         try:
             judged: Any = judge_outputs(
                 model_outputs=pd.DataFrame(outputs),
@@ -264,16 +266,6 @@ def win_rate(annotations: list[dict[str, Any]]) -> dict[str, float]:
     """Returns AlpacaEval's win rate over the judged outputs: its own function fails on a missing verdict."""
     judged = [row for row in annotations if number(row["preference"]) is not None]
     return get_winrate(judged) if judged else {"win_rate": math.nan, "standard_error": math.nan, "n_total": 0}
-
-
-class LabelledBars:
-    """Replaces the module tqdm, so that the progress bar of AlpacaEval's decoder has a label."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-
-    def tqdm(self, *arguments: Any, **options: Any) -> Any:
-        return tqdm.tqdm(*arguments, **{**options, "desc": self._label})
 
 
 def number(value: Any) -> float | None:

@@ -46,7 +46,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".gif")
 
 
 class Harness:
-    """Evaluates runs below a folder, which is a web site in the end."""
+    """Evaluates runs below a folder, which is a web site in the end; `scenarios` have returned their instances."""
 
     def __init__(self, job: dict[str, Any], runs: list[Run], *, local_path: str) -> None:
         self._job = job
@@ -57,7 +57,7 @@ class Harness:
         self._plan = {run.spec.name: planned(run) for run in runs}
         self._folder.mkdir(parents=True, exist_ok=True)
         set_benchmark_output_path(str(self._folder))
-        _share_scenarios(Path(job["scenarios_path"]))
+        self.scenarios = _shared_scenarios(Path(job["scenarios_path"]))
         # No cache: HELM's does not distinguish endpoints, and the pool keeps the checkpoint's answers.
         execution = ExecutionSpec(
             url=None, auth=Authentication(""), local_path=local_path, parallelism=job["num_threads"]
@@ -220,7 +220,9 @@ def planned(run: Run) -> dict[str, Any]:
     }
 
 
-def _share_scenarios(folder: Path) -> None:
+def _shared_scenarios(folder: Path) -> list[str]:
+    names: list[str] = []
+
     def path_of(output_path: str, scenario_name: str) -> str:
         (folder / scenario_name).mkdir(parents=True, exist_ok=True)
         return str(folder / scenario_name)
@@ -232,13 +234,16 @@ def _share_scenarios(folder: Path) -> None:
         def locked(output_path: str) -> Any:
             with (Path(output_path) / ".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                return get_instances(output_path)
+                instances = get_instances(output_path)
+            names.append(Path(output_path).relative_to(folder).as_posix())
+            return instances
 
         scenario.get_instances = locked
         return scenario
 
     helm_runner.get_scenario_cache_path = path_of
     helm_runner.create_scenario = create_locked
+    return names
 
 
 def _write_site(folder: Path) -> None:
