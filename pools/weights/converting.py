@@ -94,7 +94,7 @@ def export_states(making: Making) -> None:
     shards = storage.parent(making.folder.files[making.folder.weight_files[-1]].uri)
     tag, place = storage.basename(shards), storage.parent(shards) if recipe == ZERO_RECIPE else shards
     module, *arguments = (part.format(folder=folder, target=target, tag=tag) for part in EXPORTERS[recipe].split(" "))
-    typed = f"python -m {EXPORTERS[recipe]}".format(folder=place, target="FOLDER", tag=tag)
+    typed = f"python -m {EXPORTERS[recipe]}".format(folder=storage.absolute(place), target="FOLDER", tag=tag)
     if not making.trusted:
         raise CheckpointError(
             expected="weights that are read without running code in them",

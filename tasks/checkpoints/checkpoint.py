@@ -50,6 +50,11 @@ class Checkpoint:
         return not self.problems
 
     @property
+    def lacking(self) -> list[Checkpoint]:
+        """Itself if it is incomplete, or the incomplete inputs of a merged checkpoint."""
+        return [each for each in self.inputs or (self,) if not each.complete]
+
+    @property
     def notes(self) -> tuple[str, ...]:
         return self.folder.notes if self.folder else ()
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from pools.weights.adapters.folder import NO_BASE
 from pools.weights.formats import EXPORTERS, INDEX_NAME, SHARDED_FOLDER
 from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder, is_native
 from pools.weights.merges import merge_of, with_each_location
@@ -276,11 +277,7 @@ def discover(
         )
         checkpoints = in_series(listed, selection.series, path)
         incomplete = [checkpoint for checkpoint in checkpoints if not checkpoint.complete]
-        waiting_helps = any(
-            checkpoint.kind in kinds and checkpoint.kind != "foreign" and not _lacks_tokenizer(checkpoint)
-            for checkpoint in incomplete
-        )
-        if not waiting_helps or clock() >= deadline:
+        if not any(map(_can_complete, incomplete)) or clock() >= deadline:
             break
         sleep(_INCOMPLETE_POLL_SECONDS)
     selected = select(complete_among(checkpoints, path, on_left_out=report_event), selection)
@@ -311,6 +308,14 @@ def in_series(checkpoints: Sequence[Checkpoint], series: str | None, path: str) 
             remedy="correct --series (series), or leave it out",
         )
     return [checkpoint for checkpoint in checkpoints if series in (None, checkpoint.series or ".")]
+
+
+def _can_complete(checkpoint: Checkpoint) -> bool:
+    return _is_loaded(checkpoint) and not any(map(_lacks_tokenizer, checkpoint.lacking))
+
+
+def _is_loaded(checkpoint: Checkpoint) -> bool:
+    return all(each.folder is not None for each in checkpoint.lacking)  # other layouts have no folder
 
 
 def _lacks_tokenizer(checkpoint: Checkpoint) -> bool:
@@ -386,14 +391,17 @@ def complete_among(every: Sequence[Checkpoint], path: str, *, on_left_out: Calla
         on_left_out(f"left out {checkpoint.uri}: {'; '.join(checkpoint.problems)}")
     complete = [checkpoint for checkpoint in every if checkpoint.complete]
     if not complete:
+        lacking = [each for checkpoint in incomplete for each in checkpoint.lacking]
         reasons = "; ".join(f"{storage.basename(c.uri)}: {', '.join(c.problems)}" for c in incomplete[:5])
         raise NoCheckpoints(
             expected=f"a complete checkpoint at {path}",
             found=f"{len(incomplete)} incomplete ({reasons})",
             remedy="name a tokenizer with --tokenizer (tokenizer in YAML): a folder, or owner/name on the hub"
-            if all(map(_lacks_tokenizer, incomplete))
+            if all(map(_lacks_tokenizer, lacking))
+            else "name their base with --base (base in YAML): a folder, or owner/name on the hub"
+            if all(NO_BASE in problem for checkpoint in lacking for problem in checkpoint.problems)
             else "wait until a checkpoint is complete; `assay checkpoints` shows what is missing"
-            if any(checkpoint.kind in LOADED_NATIVELY for checkpoint in incomplete)
+            if any(map(_is_loaded, incomplete))
             else "export a checkpoint to Hugging Face format",
         )
     return complete

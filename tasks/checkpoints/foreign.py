@@ -84,6 +84,7 @@ def how_exported(root: str, files: Mapping[str, str], export: str, *, sharded: b
     for pattern, words in (_SHARDED if sharded else _FOREIGN).items():
         for name, file in held.items():
             if re.fullmatch(pattern, name):
+                root, file, export = map(storage.absolute, (root, file, export))  # it runs in the framework's folder
                 folder = storage.parent(file)
                 above, tag = storage.parent(folder), storage.basename(folder)
                 return words.format(root=root, folder=folder, file=file, export=export, above=above, tag=tag)

@@ -102,12 +102,15 @@ def _chosen(source: Source, checkpoints: Sequence[Checkpoint]) -> list[Checkpoin
         return list(checkpoints)
     by_step = _by_step(checkpoints)
     if source.last is not None:
+        incomplete = [checkpoint for checkpoint in by_step.values() if not checkpoint.complete]
         by_step = {step: checkpoint for step, checkpoint in by_step.items() if checkpoint.complete}
         if len(by_step) < source.last:
+            reasons = "; ".join(f"{each.name}: {', '.join(each.problems)}" for each in incomplete[:5])
+            exported = any(each.folder is None for each in incomplete)
             raise NoCheckpoints(
                 expected=f"{source.last} complete checkpoints at {source.location}",
-                found=f"{len(by_step)}",
-                remedy="wait until they are written, or name fewer",
+                found=f"{len(by_step)}{f'; {reasons}' if reasons else ''}",
+                remedy=f"{'export them as named' if exported else 'wait until they are written'}, or name fewer",
             )
     steps = source.taken(by_step)
     if missing := [str(step) for step in steps if step not in by_step]:

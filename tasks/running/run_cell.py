@@ -195,8 +195,9 @@ def _require_planned(cell: Cell) -> None:
         )
     if cell.config.native:  # pools check the files that they serve
         with kept_location(cell.folder.uri, cell.digests) as uri:
-            now = digest_model_folder(inspect_again(replace(cell.folder, uri=uri)))
-            require_planned(cell.folder.uri, now, cell.digests)
+            now = inspect_again(replace(cell.folder, uri=uri))
+            now.require_complete(planned=True)
+            require_planned(cell.folder.uri, digest_model_folder(now), cell.digests)
 
 
 def _job_name(cell: Cell, harness: Harness) -> str:

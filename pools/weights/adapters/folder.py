@@ -54,6 +54,8 @@ _WITHOUT_EFFECT = frozenset(  # on merging: they are about training, or the name
 _CHANGING_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # PEFT repeats these when it loads the adapter
 
 
+NO_BASE = "name it with --base"
+"""Part of the problem of an adapter without its base."""
 _bases: dict[str, ModelFolder] = {}  # complete bases by location: many adapters have the same
 _MOST_BASES = 16
 
@@ -107,7 +109,7 @@ def _base(
     if problems:
         return None
     gone = (
-        f"its base {named} is not there; name it with --base, as a folder or owner/name "
+        f"its base {named} is not there; {NO_BASE}, as a folder or owner/name "
         "(a path in its config starts at its own folder)"
     )
     if location is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from pools.weights.staging import Staging
 from resources.errors import CheckpointError
 from resources.storage import storage
 from tasks.checkpoints.checkpoint import SERVED, WITH_CODE
-from tasks.checkpoints.discovery import find_checkpoints
+from tasks.checkpoints.discovery import discover, find_checkpoints
+from tasks.errors import NoCheckpoints
+from tasks.spec.evaluation import CheckpointSelection
 
 EXPORTER = """
 import pathlib, sys
@@ -150,6 +153,41 @@ def test_shards_are_averaged_and_adapted_where_code_may_run_alone(
     assert adapter.folder and adapter.complete and "unpickles without limits" in str(code_needed(adapter.folder))
     shown = invoke(["checkpoints", "--trust-remote-code", str(folders[0])]).output
     assert f"made while staged ({recipe[:4].strip()})" in " ".join(shown.split()), shown
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize("name", ["mean({0}, {1})", "mean({0}@100, {1}@100)", "mean({0}@last:1, {1}@last:1)"])
+def test_mean_of_shards_says_how_they_are_exported_as_a_single_checkpoint_does(
+    tmp_path: Path, write: Callable[[Path], Path], recipe: str, name: str
+) -> None:
+    runs = [write(tmp_path / run).parent for run in ("a", "b")]
+    for path in (name.format(*runs), str(runs[0])):
+        with pytest.raises(NoCheckpoints, match=r"(?s)python -m .*trust_remote_code=true") as refused:
+            discover.fn(path, CheckpointSelection(wait_for_incomplete_seconds=60), sleep=lambda _: pytest.fail("waits"))
+        assert "export" in refused.value.remedy and "wait" not in refused.value.remedy
+
+
+@FRAMEWORKS
+def test_export_commands_name_folders_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path], recipe: str
+) -> None:
+    write(tmp_path / "runs" / "a")
+    write_shards(tmp_path / "runs" / "b", "checkpoint-5/__0_0.distcp", "checkpoint-5/.metadata")
+    monkeypatch.chdir(tmp_path)
+    for run in ("a", "b"):
+        [checkpoint] = find_checkpoints(f"runs/{run}")
+        folders = re.findall(rf"\S*runs/{run}\S*", checkpoint.problems[0])
+        assert len(folders) >= 2 and all(folder.startswith(f"{tmp_path}/") for folder in folders), checkpoint.problems
+
+
+@pytest.mark.parametrize("name", ["{0}", "mean({0}, {0})"])
+def test_adapter_without_base_says_how_it_is_named(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run" / "checkpoint-1"
+    write_adapter(folder, base=tmp_path / "base", seed=1)
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(NoCheckpoints, match=r"its base .* is not there") as refused:
+        discover.fn(name.format(folder), CheckpointSelection())
+    assert "--base" in refused.value.remedy and "wait" not in refused.value.remedy
 
 
 def test_package_that_no_interpreter_has_is_named_with_the_command(tmp_path: Path) -> None:

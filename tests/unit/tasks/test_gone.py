@@ -14,11 +14,13 @@ import pytest
 from fakes.cells import of_cell
 from fakes.cli import invoke
 from fakes.evaluators import Commanded
+from fakes.layouts import write_adapter
 from fakes.models import write_run
 from fakes.policies import record_for, write_policy
 from fakes.records import cell_of, make_record, publish
 from flows.reconcile import load_policy
 from pools.weights.kept import keeping, kept_location, release
+from pools.weights.staging import Staging
 from resources.errors import CheckpointGone
 from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.discovery import find_checkpoints
@@ -130,6 +132,39 @@ def test_attempt_at_a_removed_checkpoint_is_recorded_as_gone_and_raises_nothing(
     write_record(third.uri, make_record(status="infra_failed", **of_cell(third)))
     with pytest.raises(EvaluationIncomplete):
         conclude([cell, other, third])
+
+
+@pytest.mark.parametrize("part", ["input of a mean", "base of an adapter"])
+@pytest.mark.parametrize("left", ["nothing", "config"])
+@pytest.mark.parametrize("planned", [False, True])
+def test_checkpoint_is_gone_once_an_input_or_its_base_is_removed(tmp_path: Path, part: str, left: str, planned: bool):
+    if part == "input of a mean":
+        write_run(tmp_path / "run-a", [100, 200])
+        checkpoints = find_checkpoints(f"mean({tmp_path / 'run-a'}@100+200)")
+        removed = Path(checkpoints[0].inputs[0].uri)
+    else:
+        removed = tmp_path / "base"
+        write_adapter(tmp_path / "run-a" / "step-100", base=removed, seed=1)
+        checkpoints = find_checkpoints(str(tmp_path / "run-a"))
+    config, harness = config_of(tmp_path), Harness(Commanded(made=unused), Path(sys.executable), None)
+    config = config.model_copy(update={"model_path": checkpoints[0].uri, "protect": False})
+
+    def remove() -> None:
+        (removed / "model.safetensors").unlink() if left == "config" else shutil.rmtree(removed)
+
+    if not planned:
+        remove()
+        assert plan_cells.fn([config], checkpoints) == []
+        return
+    [cell] = plan_cells.fn([config], checkpoints)
+    remove()
+    record = run_cell.fn(cell, RunResources(lambda _: harness))
+    assert record is not None and (record.status, record.infra_failures) == ("gone", None)
+    with (
+        Staging(tmp_path / "staged", max_bytes=10**8, python=lambda: Path(sys.executable)) as staging,
+        pytest.raises(CheckpointGone),
+    ):
+        staging.stage(cell.folder.uri, cell.digests)
 
 
 def test_policy_names_what_is_gone_and_leaves_it_until_it_is_there_again(tmp_path: Path):
