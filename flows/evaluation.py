@@ -8,7 +8,8 @@ from pathlib import Path
 from flows.hooks import pipeline
 from resources.settings import settings, with_pinned_lists
 from resources.tracing import tracing
-from tasks.checkpoints.discovery import discover_checkpoint, layouts_for, with_pinned_model
+from tasks.checkpoints.checkpoint import layouts_for
+from tasks.checkpoints.discovery import discover_checkpoint, with_pinned_model
 from tasks.prefect_server.flow_runs import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report

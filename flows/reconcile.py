@@ -17,8 +17,8 @@ from flows.hooks import pipeline
 from pools.weights.merges import with_each_location
 from resources.errors import AssayError, BadInput, CheckpointError
 from resources.storage import storage
-from tasks.checkpoints.checkpoint import Checkpoint
-from tasks.checkpoints.discovery import find_checkpoints, layouts_for
+from tasks.checkpoints.checkpoint import Checkpoint, layouts_for
+from tasks.checkpoints.discovery import find_checkpoints
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
 from tasks.policies.actions import stopping_if_cancelled
 from tasks.policies.batches import served_together

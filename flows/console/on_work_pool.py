@@ -21,8 +21,8 @@ from resources.regions.region_check import region_of_data
 from resources.regions.regions import known_regions, tariff_in
 from resources.regions.work_pools import WorkPoolChoice, choose_work_pool
 from resources.storage import storage
-from tasks.checkpoints.checkpoint import Checkpoint
-from tasks.checkpoints.discovery import discover, layouts_for
+from tasks.checkpoints.checkpoint import Checkpoint, layouts_for
+from tasks.checkpoints.discovery import discover
 from tasks.checkpoints.run_snapshot import listing_of
 from tasks.errors import EvaluationInterrupted
 from tasks.policies.dispatch import send_run, source_of, states_of

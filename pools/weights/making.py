@@ -90,8 +90,8 @@ def make_checkpoint(
         folder = replace(planned, uri=str(copied), files=inspect_model_folder(str(copied)).files)
         read = _identities(folder)
 
-    def require_unchanged() -> None:
-        if (now := _identities(folder)) != read:  # a removal, or a new link, changes times too, but not contents
+    def require_unchanged(*, look: bool = False) -> None:
+        if (now := _identities(folder)) != read or look:  # a removal, or a new link, changes times, but not contents
             current = inspect_checkpoint(filling.uri)
             current.require_complete(planned=True)
             if digest_model_folder(current) != filling.digests:
@@ -116,9 +116,7 @@ def make_checkpoint(
         weight_map = {tensor: storage.basename(file.uri) for file in made for tensor in read_safetensors_header(file)}
         index = json.dumps({"metadata": {}, "weight_map": weight_map})
         storage.write_bytes(str(content / INDEX_NAME), index.encode())
-    if is_adapter:  # also those in a store
-        require_planned(filling.uri, digest_model_folder(inspect_checkpoint(filling.uri)), filling.digests)
-    require_unchanged()
+    require_unchanged(look=is_adapter)  # also files in a store
     inspect_model_folder(str(content)).require_complete()
     return content
 

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from pools.weights.model_files import ModelFolder
 from resources.config import Config
 from tasks.errors import NoCheckpoints
-from tasks.spec.evaluation import CheckpointSelection
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 
 Kind = Literal["huggingface", "levanter", "dcp", "megatron", "foreign"]
 """Layouts of checkpoints: Hugging Face's, which alone engines serve, Levanter's own, and those of other trainers."""
@@ -95,6 +95,14 @@ class CheckpointRule(Config):
     def merges(self) -> int | None:
         """Number of checkpoints that are averaged into each; None if checkpoints are taken as they are."""
         return None if self.merged is None else int(self.merged.removeprefix("last "))
+
+
+def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:
+    """Returns the layouts to find: Levanter's own layout too, if every evaluation loads checkpoints natively."""
+    native = [config for config in configs if config.native]
+    kinds = LOADED_NATIVELY if native and len(native) == len(configs) else SERVED
+    kinds = WITH_CODE if configs and all(config.trusts_code for config in configs) else kinds
+    return {"kinds": kinds, "reference": next((config.native_reference for config in native), None)}
 
 
 def select(complete: Sequence[Checkpoint], selection: CheckpointSelection) -> list[Checkpoint]:

@@ -22,7 +22,7 @@ from resources.storage import storage
 from resources.storage.hub import is_repository
 from resources.storage.listings import FileInfo
 from resources.storage.mlflow_artifacts import pinned
-from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, WITH_CODE, Checkpoint, Kind, select
+from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Kind, select
 from tasks.checkpoints.foreign import described_as
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
@@ -374,14 +374,6 @@ def run_named_by(path: str) -> str:
     place = storage.behind_link(without_options(path))
     single = layouts_in(storage.list_run(place, belongs=has_step)).is_checkpoint(place)
     return run if single else run_name_of(path)
-
-
-def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:
-    """Returns the layouts to find: Levanter's own layout too, if every evaluation loads checkpoints natively."""
-    native = [config for config in configs if config.native]
-    kinds = LOADED_NATIVELY if native and len(native) == len(configs) else SERVED
-    kinds = WITH_CODE if configs and all(config.trusts_code for config in configs) else kinds
-    return {"kinds": kinds, "reference": next((config.native_reference for config in native), None)}
 
 
 def complete_among(every: Sequence[Checkpoint], path: str, *, on_left_out: Callable[[str], object]) -> list[Checkpoint]:

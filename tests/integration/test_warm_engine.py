@@ -72,7 +72,7 @@ def client(tmp_path: Path) -> Iterator[LocalClient]:
 @pytest.fixture
 def variables(environment: Environment) -> dict[str, str]:
     cache = settings().engine_cache_dir / environment.identity
-    variables = engine_variables("cpu", cache=cache, cpu=2, offline=True, kwargs=KWARGS)
+    variables = engine_variables("cpu", cache=cache, cpu=2, kwargs=KWARGS)
     return {**variables, "VLLM_SKIP_MODEL_NAME_VALIDATION": "1", ENGINE_KEY_VARIABLE: KEY}
 
 

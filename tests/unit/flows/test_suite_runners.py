@@ -12,8 +12,8 @@ import yaml
 from fakes.models import write_checkpoint
 from flows import suites as flows
 from resources.settings import deployment_data
-from tasks.checkpoints.checkpoint import Checkpoint
-from tasks.checkpoints.discovery import discover, layouts_for
+from tasks.checkpoints.checkpoint import Checkpoint, layouts_for
+from tasks.checkpoints.discovery import discover
 from tasks.running.planning import Request
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS

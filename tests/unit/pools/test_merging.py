@@ -289,10 +289,11 @@ def test_merge_is_computed_again_after_a_restart_that_came_before_the_disk_had_i
 
 def test_merge_that_the_disk_could_not_keep_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri, digests = named([write_checkpoint(tmp_path / f"step-{step}", seed=step) for step in (1, 2)])
-    sync = os.fsync
+    sync, is_staged = os.fsync, threading.Event()
 
     def broken(descriptor: int) -> None:
         if threading.current_thread().name == "syncing":
+            assert is_staged.wait(30)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(descriptor)
 
@@ -306,6 +307,7 @@ def test_merge_that_the_disk_could_not_keep_is_not_served(tmp_path: Path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", broken)
         with staging(tmp_path).stage(uri, digests) as staged:
+            is_staged.set()
             eventually(is_refused)
     with staging(tmp_path).stage(uri, digests) as again:
         again.verify()
