@@ -112,6 +112,7 @@ class Staging:
         self._give_way = threading.Event()
         self._copies_wanted_now = 0
         self._thread: threading.Thread | None = None
+        self._syncing: list[threading.Thread] = []
 
     def __enter__(self) -> Staging:
         return self
@@ -217,8 +218,8 @@ class Staging:
         with self._changed:
             self._closed.set()
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(_GIVE_WAY_SECONDS)
+        for thread in (*self._syncing, *([self._thread] if self._thread else [])):
+            thread.join(_GIVE_WAY_SECONDS)
 
     def _hold_links(self, folder: ModelFolder, digests: ModelDigests) -> Hold:
         folder.require_complete(planned=True)
@@ -277,7 +278,8 @@ class Staging:
             return self._copies.publish(key, content, note=note)
         # Syncing takes as long as making. Until it has ended, the entry counts as whole only up to a restart.
         self._copies.publish(key, content, note=note + boot_id().encode())
-        threading.Thread(target=self._sync, args=(key, note), name="syncing", daemon=True).start()
+        self._syncing.append(threading.Thread(target=self._sync, args=(key, note), name="syncing", daemon=True))
+        self._syncing[-1].start()
 
     def _sync(self, key: str, note: bytes) -> None:
         kept = b""  # damaged, if the disk could not keep all

