@@ -102,10 +102,11 @@ def test_weights_that_are_made_while_staged_are_evaluated_as_transformers_weighs
 
 def is_kept(checkpoint: Path) -> bool:
     """Returns True if a process keeps a checkpoint's weights open; its files of small numbers are open for a moment."""
-    for file in Path("/proc").glob("[0-9]*/fd/[0-9]*"):
-        with suppress(OSError):
-            if int(file.name) > 1000 and file.readlink() == checkpoint / "model.safetensors":
-                return True
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # processes end, and files are closed, meanwhile
+            for file in (process / "fd").iterdir():
+                if int(file.name) > 1000 and file.readlink() == checkpoint / "model.safetensors":
+                    return True
     return False
 
 
