@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from weakref import WeakSet
 
 from pools.weights.checkpoint_copy import (
     Filling,
@@ -112,7 +113,7 @@ class Staging:
         self._give_way = threading.Event()
         self._copies_wanted_now = 0
         self._thread: threading.Thread | None = None
-        self._syncing: list[threading.Thread] = []
+        self._syncing: WeakSet[threading.Thread] = WeakSet()  # forgets ended threads
 
     def __enter__(self) -> Staging:
         return self
@@ -214,7 +215,7 @@ class Staging:
         return target
 
     def close(self) -> None:
-        """Stops every copy after the ranges being read; received bytes are kept. Holds stay."""
+        """Stops every copy after the ranges being read, keeps received bytes, and syncs made weights. Holds stay."""
         with self._changed:
             self._closed.set()
             self._changed.notify_all()
@@ -276,10 +277,10 @@ class Staging:
         note = _identities(content)
         if not is_made:
             return self._copies.publish(key, content, note=note)
-        # Syncing takes as long as making. Until it has ended, the entry counts as whole only up to a restart.
-        self._copies.publish(key, content, note=note + boot_id().encode())
-        self._syncing.append(threading.Thread(target=self._sync, args=(key, note), name="syncing", daemon=True))
-        self._syncing[-1].start()
+        self._copies.publish(key, content, note=_until_restart(note))  # syncing takes as long as making
+        syncing = threading.Thread(target=self._sync, args=(key, note), name="syncing", daemon=True)
+        syncing.start()
+        self._syncing.add(syncing)
 
     def _sync(self, key: str, note: bytes) -> None:
         kept = b""  # damaged, if the disk could not keep all
@@ -288,7 +289,7 @@ class Staging:
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
             kept = note
-        if self._copies.note(key) == note + boot_id().encode():  # else it was evicted, or is another entry
+        if self._copies.note(key) == _until_restart(note):  # else it was evicted, or is another entry
             with suppress(StorageError):  # of a full disk: the note holds until a restart
                 self._copies.set_note(key, kept)
 
@@ -337,7 +338,7 @@ class Staging:
 
     def _is_whole(self, key: str) -> bool:
         note = _identities(self._copies.entry(key))
-        return note != b"" and self._copies.note(key) in (note, note + boot_id().encode())
+        return note != b"" and self._copies.note(key) in (note, _until_restart(note))
 
     def _prefetch_stopped(self) -> bool:
         return self._closed.is_set() or self._give_way.is_set()
@@ -384,6 +385,10 @@ def _linked(folder: Path, links: Mapping[str, Path]) -> Path:
     for name, target in links.items():
         (folder / name).symlink_to(target)
     return folder
+
+
+def _until_restart(note: bytes) -> bytes:
+    return note + boot_id().encode()
 
 
 def _identities(folder: Path) -> bytes:

@@ -55,6 +55,11 @@ class Checkpoint:
         return [each for each in self.inputs or (self,) if not each.complete]
 
     @property
+    def has_known_layout(self) -> bool:
+        """True if all that it lacks may still be written; weights in another layout, without a folder, are exported."""
+        return all(each.folder is not None for each in self.lacking)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         return self.folder.notes if self.folder else ()
 

@@ -311,11 +311,7 @@ def in_series(checkpoints: Sequence[Checkpoint], series: str | None, path: str) 
 
 
 def _can_complete(checkpoint: Checkpoint) -> bool:
-    return _is_loaded(checkpoint) and not any(map(_lacks_tokenizer, checkpoint.lacking))
-
-
-def _is_loaded(checkpoint: Checkpoint) -> bool:
-    return all(each.folder is not None for each in checkpoint.lacking)  # other layouts have no folder
+    return checkpoint.has_known_layout and not any(map(_lacks_tokenizer, checkpoint.lacking))
 
 
 def _lacks_tokenizer(checkpoint: Checkpoint) -> bool:
@@ -393,7 +389,7 @@ def complete_among(every: Sequence[Checkpoint], path: str, *, on_left_out: Calla
             else "name their base with --base (base in YAML): a folder, or owner/name on the hub"
             if all(NO_BASE in problem for checkpoint in lacking for problem in checkpoint.problems)
             else "wait until a checkpoint is complete; `assay checkpoints` shows what is missing"
-            if any(map(_is_loaded, incomplete))
+            if any(checkpoint.has_known_layout for checkpoint in incomplete)
             else "export a checkpoint to Hugging Face format",
         )
     return complete

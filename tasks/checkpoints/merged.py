@@ -106,7 +106,7 @@ def _chosen(source: Source, checkpoints: Sequence[Checkpoint]) -> list[Checkpoin
         by_step = {step: checkpoint for step, checkpoint in by_step.items() if checkpoint.complete}
         if len(by_step) < source.last:
             reasons = "; ".join(f"{each.name}: {', '.join(each.problems)}" for each in incomplete[:5])
-            exported = any(each.folder is None for each in incomplete)
+            exported = not all(each.has_known_layout for each in incomplete)
             raise NoCheckpoints(
                 expected=f"{source.last} complete checkpoints at {source.location}",
                 found=f"{len(by_step)}{f'; {reasons}' if reasons else ''}",

@@ -36,6 +36,8 @@ from resources.storage import storage
 from resources.storage.hub import hub_location, in_hub
 from resources.storage.storage import FileInfo
 
+NO_BASE = "name it with --base"
+"""Part of the problem of an adapter without its base."""
 _TYPES = frozenset({"LORA", "TRAINABLE_TOKENS"})
 _USED = frozenset(
     {
@@ -53,9 +55,6 @@ _WITHOUT_EFFECT = frozenset(  # on merging: they are about training, or the name
 )
 _CHANGING_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # PEFT repeats these when it loads the adapter
 
-
-NO_BASE = "name it with --base"
-"""Part of the problem of an adapter without its base."""
 _bases: dict[str, ModelFolder] = {}  # complete bases by location: many adapters have the same
 _MOST_BASES = 16
 
